@@ -1,0 +1,100 @@
+"""Which backends this machine has, and which one a call takes.
+
+A backend is a way of computing an op: ``reference`` (plain torch, everywhere), ``cpu`` (the C++ extension),
+``triton`` (GPU, or CPU tensors under ``TRITON_INTERPRET=1``) and, for attention alone, ``flash_attn``.
+Nothing here imports a backend that is not asked for, so ``import capt_kernels`` works with no GPU, no triton and no compiler.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import NamedTuple
+
+import torch
+
+from .library import EXTENSION_ERROR
+
+#: What a user can name; attention has "flash_attn" besides.
+NAMES = ("reference", "cpu", "triton")
+#: torch device types that the Triton kernels run on (ROCm calls itself "cuda").
+_GPU_DEVICES = ("cuda", "xpu")
+
+
+class BackendStatus(NamedTuple):
+    """Whether a backend can be used on this machine, and why (not)."""
+
+    available: bool
+    reason: str
+
+
+def interpreted() -> bool:
+    """True when Triton kernels run in its interpreter, which takes CPU tensors."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def has_gpu() -> bool:
+    """True when this process sees a device that Triton compiles for."""
+    return torch.cuda.is_available() or (hasattr(torch, "xpu") and torch.xpu.is_available())
+
+
+def _cpu_status() -> BackendStatus:
+    if EXTENSION_ERROR is None:
+        return BackendStatus(True, "the C++ extension is loaded")
+    how = "build it with a C++17 compiler and CMake: pip install --no-build-isolation ."
+    return BackendStatus(False, f"{EXTENSION_ERROR}; {how}")
+
+
+@functools.cache
+def _triton_status() -> BackendStatus:
+    if importlib.util.find_spec("triton") is None:
+        return BackendStatus(False, "triton is not installed: pip install 'capt-kernels[triton]'")
+    if interpreted():
+        return BackendStatus(True, "triton's interpreter (TRITON_INTERPRET=1), CPU tensors")
+    if not has_gpu():
+        return BackendStatus(False, "no GPU is visible to torch; TRITON_INTERPRET=1 runs the kernels on CPU tensors, slowly")
+    return BackendStatus(True, "triton on a GPU")
+
+
+def _flash_attn_status() -> BackendStatus:
+    if importlib.util.find_spec("flash_attn") is None:
+        return BackendStatus(False, "flash-attn is not installed: pip install 'capt-kernels[flash]'")
+    if not torch.cuda.is_available():
+        return BackendStatus(False, "flash-attn needs a CUDA device and torch sees none")
+    return BackendStatus(True, "flash-attn on CUDA")
+
+
+def backends() -> dict[str, BackendStatus]:
+    """What this machine has: ``{name: (available, reason)}`` for every backend that an op can be asked for."""
+    return {
+        "reference": BackendStatus(True, "plain torch, any device"),
+        "cpu": _cpu_status(),
+        "triton": _triton_status(),
+        "flash_attn": _flash_attn_status(),
+    }
+
+
+@torch.compiler.assume_constant_result
+def resolve(name: str, device: torch.device) -> str:
+    """The backend a call takes: ``name`` itself when it can serve ``device``, or for ``"auto"`` the fastest present.
+
+    Raises:
+        ValueError: an unknown name, or a device the named backend cannot serve.
+        ImportError: the named backend is not on this machine; the message says how to get it.
+    """
+    if name == "auto":
+        if device.type == "cpu":
+            return "cpu" if _cpu_status().available else "reference"
+        return "triton" if device.type in _GPU_DEVICES and _triton_status().available else "reference"
+    if name not in NAMES:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(NAMES)}, got {name!r}")
+    if name == "reference":
+        return name
+    status = _cpu_status() if name == "cpu" else _triton_status()
+    if not status.available:
+        raise ImportError(f"backend {name!r} is not available: {status.reason}")
+    serves = ("cpu",) if name == "cpu" or interpreted() else _GPU_DEVICES
+    if device.type not in serves:
+        raise ValueError(f"backend {name!r} serves tensors on {' or '.join(serves)}, got a tensor on {device}")
+    return name

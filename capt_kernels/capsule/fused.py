@@ -1,0 +1,101 @@
+"""Autograd for the fused capsule ops: what is saved, and which gradients are asked for.
+
+``kernels`` is where the forward and backward kernels live: ``torch.ops.capt_kernels``, whose dispatcher picks C++ or
+Triton by device, or :mod:`capt_kernels.capsule.triton` itself when Triton's interpreter runs on CPU tensors.
+Nothing of the size of ``hidden`` is saved but the normalised sum's input, which is an output already.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class _Overwrite(torch.autograd.Function):
+    """capsule_prepend and capsule_refresh: linear in their inputs, so that only masks and offsets are kept."""
+
+    @staticmethod
+    def forward(ctx, kernels, op, hidden, prompt, pooled, cu_seqlens, lead, pool):
+        ctx.save_for_backward(pooled, cu_seqlens)
+        ctx.backward_kernel = getattr(kernels, op + "_backward")
+        ctx.slots, ctx.lead, ctx.pool = prompt.shape[1], lead, pool
+        ctx.prompt_dtype = prompt.dtype
+        return getattr(kernels, op)(hidden, prompt, pooled, cu_seqlens, lead, pool)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        pooled, cu_seqlens = ctx.saved_tensors
+        need_hidden, need_prompt = ctx.needs_input_grad[2:4]
+        grad_hidden, grad_slots = ctx.backward_kernel(grad, ctx.slots, pooled, cu_seqlens, ctx.lead, ctx.pool, need_hidden)
+        return (
+            None,
+            None,
+            grad_hidden if need_hidden else None,
+            grad_slots.to(ctx.prompt_dtype) if need_prompt else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """Keeps the sum (an output that the residual stream holds anyway) and one fp32 a row."""
+
+    @staticmethod
+    def forward(ctx, kernels, branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool):
+        normed, total, rstd = kernels.add_rms_norm(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool)
+        if branch is None and prompt is None:
+            total = residual.view_as(residual)
+        ctx.save_for_backward(total, weight, rstd, pooled, cu_seqlens)
+        ctx.set_materialize_grads(False)
+        ctx.backward_kernel = kernels.add_rms_norm_backward
+        ctx.slots, ctx.lead, ctx.pool = 0 if prompt is None else prompt.shape[1], lead, pool
+        ctx.prompt_dtype = None if prompt is None else prompt.dtype
+        return normed, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_normed, grad_total):
+        total, weight, rstd, pooled, cu_seqlens = ctx.saved_tensors
+        _, need_branch, need_residual, need_weight, _, need_prompt = ctx.needs_input_grad[:6]
+        grad_weight = None
+        if need_weight and grad_normed is not None:
+            # A trainable norm is the exception: plain torch, nothing kept for it beforehand.
+            scaled = grad_normed.to(rstd.dtype) * total.to(rstd.dtype) * rstd[..., None]
+            grad_weight = scaled.flatten(0, -2).sum(0).to(weight.dtype)
+        if grad_normed is None and grad_total is None:
+            return (None,) * 10
+        grad = grad_slots = None
+        if need_branch or need_residual or need_prompt:
+            grad, grad_slots = ctx.backward_kernel(
+                grad_normed, grad_total, total, weight, rstd, ctx.slots, pooled, cu_seqlens, ctx.lead, ctx.pool
+            )
+        return (
+            None,
+            grad if need_branch else None,
+            grad if need_residual else None,
+            grad_weight,
+            None,
+            grad_slots.to(ctx.prompt_dtype) if need_prompt else None,
+            None,
+            None,
+            None,
+            None,
+        )
+
+
+def capsule_prepend(kernels: Any, hidden: Tensor, prompt: Tensor, *where) -> Tensor:
+    return _Overwrite.apply(kernels, "capsule_prepend", hidden, prompt, *where)
+
+
+def capsule_refresh(kernels: Any, hidden: Tensor, prompt: Tensor, *where) -> Tensor:
+    return _Overwrite.apply(kernels, "capsule_refresh", hidden, prompt, *where)
+
+
+def add_rms_norm(kernels: Any, *arguments) -> tuple[Tensor, Tensor]:
+    return _AddRMSNorm.apply(kernels, *arguments)

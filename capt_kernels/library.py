@@ -1,0 +1,114 @@
+"""Schemas and fake (meta) kernels of every registered op, in one place.
+
+C++ registers its kernels for the CPU key, Triton for the CUDA and XPU keys, so the dispatcher picks by device. An op
+computes a forward or a backward and nothing else: what is saved between the two, and which gradients are wanted, is
+decided by the ``autograd.Function`` in the op's ``fused.py``. A registered op inside an outer Function costs a third of
+a ``custom_op`` with ``register_autograd`` at every call.
+
+Conventions: ``prompt`` is always ``[B, K, D]`` (a shared one is expanded with stride 0); ``pooled`` is a bool mask of
+the rows that may enter the pool (``[B, T]`` padded, ``[R]`` packed, None for all); ``cu_seqlens`` is int32, or None for
+a padded call; a gradient that is not asked for comes back as an empty tensor ``[0]``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LIBRARY = torch.library.Library("capt_kernels", "DEF")
+
+_LIBRARY.define(
+    "capsule_prepend(Tensor hidden, Tensor prompt, Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool) -> Tensor"
+)
+_LIBRARY.define(
+    "capsule_prepend_backward(Tensor grad, int slots, Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool,"
+    " bool need_hidden) -> (Tensor grad_hidden, Tensor grad_slots)"
+)
+_LIBRARY.define(
+    "capsule_refresh(Tensor hidden, Tensor prompt, Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool) -> Tensor"
+)
+_LIBRARY.define(
+    "capsule_refresh_backward(Tensor grad, int slots, Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool,"
+    " bool need_hidden) -> (Tensor grad_hidden, Tensor grad_slots)"
+)
+_LIBRARY.define(
+    "add_rms_norm(Tensor? branch, Tensor residual, Tensor weight, float eps, Tensor? prompt, Tensor? pooled,"
+    " Tensor? cu_seqlens, int lead, bool pool) -> (Tensor normed, Tensor total, Tensor rstd)"
+)
+_LIBRARY.define(
+    "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_total, Tensor total, Tensor weight, Tensor rstd, int slots,"
+    " Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool) -> (Tensor grad_total, Tensor grad_slots)"
+)
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that sums, norms and slot gradients have: fp32, or fp64 for fp64 input."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def _batch(grad: Tensor, cu_seqlens: Tensor | None) -> int:
+    return grad.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+
+
+def _slot_gradient(grad: Tensor, slots: int, cu_seqlens: Tensor | None) -> Tensor:
+    return grad.new_empty(_batch(grad, cu_seqlens), slots, grad.shape[-1], dtype=accumulator(grad.dtype))
+
+
+@torch.library.register_fake("capt_kernels::capsule_prepend")
+def _(hidden, prompt, pooled, cu_seqlens, lead, pool):
+    batch, slots, width = prompt.shape
+    if cu_seqlens is None:
+        return hidden.new_empty(batch, slots + hidden.shape[1], width)
+    return hidden.new_empty(hidden.shape[0] + batch * slots, width)
+
+
+@torch.library.register_fake("capt_kernels::capsule_prepend_backward")
+def _(grad, slots, pooled, cu_seqlens, lead, pool, need_hidden):
+    if not need_hidden:
+        grad_hidden = grad.new_empty(0)
+    elif cu_seqlens is None:
+        grad_hidden = grad.new_empty(grad.shape[0], grad.shape[1] - slots, grad.shape[2])
+    else:
+        grad_hidden = grad.new_empty(grad.shape[0] - _batch(grad, cu_seqlens) * slots, grad.shape[1])
+    return grad_hidden, _slot_gradient(grad, slots, cu_seqlens)
+
+
+@torch.library.register_fake("capt_kernels::capsule_refresh")
+def _(hidden, prompt, pooled, cu_seqlens, lead, pool):
+    return hidden.new_empty(hidden.shape)
+
+
+@torch.library.register_fake("capt_kernels::capsule_refresh_backward")
+def _(grad, slots, pooled, cu_seqlens, lead, pool, need_hidden):
+    grad_hidden = grad.new_empty(grad.shape) if need_hidden else grad.new_empty(0)
+    return grad_hidden, _slot_gradient(grad, slots, cu_seqlens)
+
+
+@torch.library.register_fake("capt_kernels::add_rms_norm")
+def _(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool):
+    # Without a branch and a prompt the sum is the residual itself, and none is written.
+    total = residual.new_empty(residual.shape if branch is not None or prompt is not None else 0)
+    return residual.new_empty(residual.shape), total, residual.new_empty(residual.shape[:-1], dtype=accumulator(residual.dtype))
+
+
+@torch.library.register_fake("capt_kernels::add_rms_norm_backward")
+def _(grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool):
+    return total.new_empty(total.shape), _slot_gradient(total, slots, cu_seqlens)
+
+
+def _load_extension() -> str | None:
+    """Loads the C++ kernels. Returns None, or why they cannot be loaded."""
+    built = sorted(Path(__file__).parent.glob("_C*.so"))
+    if not built:
+        return "the C++ extension was not built when this package was installed"
+    try:
+        torch.ops.load_library(str(built[0]))
+    except OSError as error:
+        return f"the C++ extension {built[0].name} does not load ({error})"
+    return None
+
+
+#: Why the C++ kernels are missing, or None when they are registered.
+EXTENSION_ERROR = _load_extension()
