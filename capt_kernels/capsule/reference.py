@@ -90,7 +90,8 @@ def capsule_prepend(
     where = sequence, slot, _ = _locate(grown, rows, slots, lead)
     # A row came down by the slots of the sequences before its own, and by its own slots once past them.
     source = torch.arange(rows, device=hidden.device) - slots * (sequence + ((slot >= 0) & (sequence < batch)).long())
-    return _place(value, hidden[source.clamp(min=0)] if hidden.shape[0] else hidden.new_zeros(rows, hidden.shape[1]), where)
+    others = hidden[source.clamp(min=0)] if hidden.shape[0] else torch.nn.functional.pad(hidden, (0, 0, 0, rows))
+    return _place(value, others, where)
 
 
 def capsule_refresh(
