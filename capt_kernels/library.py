@@ -42,6 +42,19 @@ _LIBRARY.define(
     " Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool) -> (Tensor grad_total, Tensor grad_slots)"
 )
 
+# The transpose of the rotation is its backward, so one op serves both; a tensor that is None comes back empty.
+# q, k [R, H, d] with cos, sin [R, d], or [B, T, H, d] with [B, T, d].
+_LIBRARY.define("rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool transposed) -> (Tensor q, Tensor k)")
+# gate, up [..., F]; kind is "silu", "gelu", "gelu_tanh" or "relu".
+_LIBRARY.define("gated_activation(Tensor gate, Tensor up, str kind) -> Tensor")
+_LIBRARY.define(
+    "gated_activation_backward(Tensor grad, Tensor gate, Tensor up, str kind, bool need_gate, bool need_up)"
+    " -> (Tensor grad_gate, Tensor grad_up)"
+)
+# Each is the other's backward. hidden [B, T, ...] and rows [N, ...] of any dtype; indices [N] rise strictly within B*T.
+_LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
+_LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
+
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
     """The dtype that sums, norms and slot gradients have: fp32, or fp64 for fp64 input."""
@@ -96,6 +109,31 @@ def _(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool):
 @torch.library.register_fake("capt_kernels::add_rms_norm_backward")
 def _(grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool):
     return total.new_empty(total.shape), _slot_gradient(total, slots, cu_seqlens)
+
+
+@torch.library.register_fake("capt_kernels::rotary")
+def _(q, k, cos, sin, transposed):
+    return tuple(cos.new_empty(0) if heads is None else heads.new_empty(heads.shape) for heads in (q, k))
+
+
+@torch.library.register_fake("capt_kernels::gated_activation")
+def _(gate, up, kind):
+    return gate.new_empty(gate.shape)
+
+
+@torch.library.register_fake("capt_kernels::gated_activation_backward")
+def _(grad, gate, up, kind, need_gate, need_up):
+    return gate.new_empty(gate.shape if need_gate else 0), up.new_empty(up.shape if need_up else 0)
+
+
+@torch.library.register_fake("capt_kernels::pack")
+def _(hidden, indices):
+    return hidden.new_empty(indices.shape[0], *hidden.shape[2:])
+
+
+@torch.library.register_fake("capt_kernels::unpack")
+def _(rows, indices, batch, length):
+    return rows.new_empty(batch, length, *rows.shape[1:])
 
 
 def _load_extension() -> str | None:

@@ -126,7 +126,8 @@ def gradients(outputs, incoming, leaves):
 
 
 def compare(op, case, dtype, backend, device):
-    tensors, options, where = make(case, op, dtype, device)
+    prompt_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    tensors, options, where = make(case, op, dtype, device, prompt_dtype)
     before = {k: None if v is None else v.detach().clone() for k, v in tensors.items()}
     outputs = call(op, tensors, options, backend)
     incoming = [torch.randn(o.shape).to(o) for o in outputs]
