@@ -1,0 +1,71 @@
+"""Llama, Mistral, Qwen2 and Qwen3: pre-norm decoders with rotary positions, causal, some layers with a sliding window."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+
+from ..layout import Layout
+
+
+@dataclass(frozen=True)
+class DecoderContext:
+    """What the layers of one forward share while the layout stays the same."""
+
+    masks: dict[str, Tensor | None]
+    position_ids: Tensor
+    rotary: tuple[Tensor, Tensor]
+
+
+class DecoderBackbone:
+    """Runs the layers of a decoder of the Llama family on packed rows, padding them to the right around each layer.
+
+    transformers' own mask and rotary functions are called with the caller's positions; every argument that was renamed
+    between transformers releases (``past_key_values``) is left out or positional.
+    """
+
+    is_encoder_decoder = False
+
+    def __init__(self, base: PreTrainedModel):
+        self.stack: nn.Module = base.base_model
+        self.config = self.stack.config
+        self.num_layers: int = self.config.num_hidden_layers
+        self.width: int = self.config.hidden_size
+        windowed = getattr(self.config, "sliding_window", None) is not None
+        # Qwen names a kind for every layer; Mistral has one window for all of them, Llama none.
+        default = "sliding_attention" if windowed else "full_attention"
+        self._kinds: list[str] = getattr(self.config, "layer_types", None) or [default] * self.num_layers
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """``[B, T] -> [B, T, D]``."""
+        return self.stack.embed_tokens(input_ids)
+
+    def start(self, rows: Tensor) -> Tensor:
+        """What the base does to embeddings, slots included, before its first layer."""
+        return rows
+
+    def context(self, rows: Tensor, layout: Layout, positions: str) -> DecoderContext:
+        """Masks and rotary tables of ``layout``."""
+        padded = rows.new_empty(layout.batch, layout.longest, 1)
+        makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
+        masks = {kind: makers[kind](self.config, padded, layout.mask, None) for kind in set(self._kinds)}
+        position_ids = layout.positions(positions)
+        return DecoderContext(masks, position_ids, self.stack.rotary_emb(padded, position_ids))
+
+    def layer(self, index: int, rows: Tensor, layout: Layout, context: DecoderContext) -> Tensor:
+        """The base's layer ``index`` on ``rows [R, D]``."""
+        out = self.stack.layers[index](
+            layout.pad(rows),
+            attention_mask=context.masks[self._kinds[index]],
+            position_ids=context.position_ids,
+            position_embeddings=context.rotary,
+            use_cache=False,
+        )
+        return layout.unpad(out)
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """The norm behind the last layer."""
+        return self.stack.norm(rows)

@@ -1,0 +1,73 @@
+"""The encoder of T5 (v1.0, v1.1, flan): bidirectional, unscaled scores, one relative bias shared by all layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.masking_utils import create_bidirectional_mask
+
+from capt_kernels import t5_bias_table
+
+from ..layout import Layout
+
+
+@dataclass(frozen=True)
+class T5Context:
+    """What the blocks of one forward share while the layout stays the same."""
+
+    mask: Tensor | None
+    position_bias: Tensor
+
+
+class T5EncoderBackbone:
+    """Runs the blocks of a T5 encoder on packed rows, padding them to the right around each block.
+
+    The bias is read from a table at the caller's positions and handed to every block, as T5's stack does with the bias
+    that its first block computes from physical positions.
+    """
+
+    is_encoder_decoder = True
+
+    def __init__(self, base: PreTrainedModel):
+        self.stack: nn.Module = base.base_model.encoder
+        self.config = self.stack.config
+        self.num_layers: int = self.config.num_layers
+        self.width: int = self.config.d_model
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        """``[B, T] -> [B, T, D]``."""
+        return self.stack.embed_tokens(input_ids)
+
+    def start(self, rows: Tensor) -> Tensor:
+        """T5 drops out of its embeddings; the slot takes part as prompt tuning's rows do."""
+        return self.stack.dropout(rows)
+
+    def context(self, rows: Tensor, layout: Layout, positions: str) -> T5Context:
+        """Mask ``[B, 1, L, L]`` and bias ``[1 or B, H, L, L]`` of ``layout``."""
+        padded = rows.new_empty(layout.batch, layout.longest, 1)
+        mask = create_bidirectional_mask(self.config, padded, layout.mask)
+        weight = self.stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+        table = t5_bias_table(
+            weight,
+            max(layout.longest, 1),
+            bidirectional=True,
+            num_buckets=self.config.relative_attention_num_buckets,
+            max_distance=self.config.relative_attention_max_distance,
+        )
+        place = layout.positions(positions)[: 1 if positions == "shift" else None]
+        distance = place[:, None, :] - place[:, :, None]
+        bias = table[:, distance + max(layout.longest, 1) - 1].transpose(0, 1)
+        return T5Context(mask, bias.to(rows.dtype))
+
+    def layer(self, index: int, rows: Tensor, layout: Layout, context: T5Context) -> Tensor:
+        """The base's block ``index`` on ``rows [R, D]``."""
+        out = self.stack.block[index](layout.pad(rows), context.mask, context.position_bias)
+        return layout.unpad(out[0])
+
+    def finish(self, rows: Tensor) -> Tensor:
+        """The norm and dropout behind the last block."""
+        return self.stack.dropout(self.stack.final_layer_norm(rows))
+
+

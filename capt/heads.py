@@ -1,0 +1,172 @@
+"""From the processed rows of a base's stack to the output of a task: hidden states, next tokens, classes, text to text."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, SequenceClassifierOutput
+
+from capt_kernels import unpack
+
+from .backbones import Backbone
+from .config import CaptConfig
+from .layout import Layout, next_token_labels
+
+
+def infer_task(base: PreTrainedModel, backbone: Backbone, config: CaptConfig) -> str:
+    """The task type of an adapter on ``base``: the config's, or what the class of the base is for.
+
+    Raises:
+        ValueError: the base cannot do the task that the config names.
+    """
+    generative = base.get_output_embeddings() is not None
+    classifier = own_head(base) is not None
+    language = "SEQ_2_SEQ_LM" if backbone.is_encoder_decoder else "CAUSAL_LM"
+    task = config.task_type
+    if task is None:
+        task = "SEQ_CLS" if classifier or config.label_words else language if generative else "FEATURE_EXTRACTION"
+    name = type(base).__name__
+    if task in ("CAUSAL_LM", "SEQ_2_SEQ_LM") and (task != language or not generative):
+        raise ValueError(f"task_type {task!r} wants a base with such a language-model head, got {name}")
+    if task == "SEQ_CLS" and config.label_words is not None:
+        if not generative:
+            raise ValueError(f"label_words are read from a language-model head, and {name} has none")
+        vocabulary = base.get_output_embeddings().weight.shape[0]
+        if max(config.label_words) >= vocabulary:
+            raise ValueError(f"label_words must be below the vocabulary's size {vocabulary}, got {max(config.label_words)}")
+    if task == "SEQ_CLS" and config.label_words is None and backbone.is_encoder_decoder and not classifier:
+        raise ValueError(
+            f"task_type 'SEQ_CLS' on an encoder-decoder wants label_words or a T5ForSequenceClassification, got {name}"
+        )
+    return task
+
+
+def own_head(base: PreTrainedModel) -> nn.Module | None:
+    """The classification head that ``base`` brings along, if any."""
+    return getattr(base, "score", None) or getattr(base, "classification_head", None)
+
+
+def make_head(base: PreTrainedModel, backbone: Backbone, task: str, config: CaptConfig) -> nn.Module | None:
+    """A trainable head in fp32 for classification without label words: a copy of the base's own, or a fresh linear one."""
+    if task != "SEQ_CLS" or config.label_words is not None:
+        return None
+    own = own_head(base)
+    if own is not None:
+        return copy.deepcopy(own).float().requires_grad_(True)
+    head = nn.Linear(backbone.width, base.config.num_labels, bias=False)
+    nn.init.normal_(head.weight, std=getattr(backbone.config, "initializer_range", 0.02))
+    return head
+
+
+class Rows:
+    """The processed rows of one forward, and what the caller's batch looked like.
+
+    Args:
+        rows: ``[R, D]`` behind the last norm. layout: theirs.
+        indices: ``[N]`` places of the tokens in the caller's ``[B * T]``.
+        batch, length: B and T.
+    """
+
+    def __init__(self, rows: Tensor, layout: Layout, indices: Tensor, batch: int, length: int):
+        self.rows, self.layout, self.indices = rows, layout, indices
+        self.batch, self.length = batch, length
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[N, D]``, slots left out."""
+        return self.rows[self.layout.token_rows]
+
+    def restore(self, tokens: Tensor) -> Tensor:
+        """``[N, ...]`` to the caller's ``[B, T, ...]``, padding 0."""
+        return unpack(tokens, self.indices, self.batch, self.length)
+
+
+def hidden_states(rows: Rows) -> BaseModelOutput:
+    """The last hidden state of the caller's own T positions."""
+    return BaseModelOutput(last_hidden_state=rows.restore(rows.tokens))
+
+
+def next_tokens(base: PreTrainedModel, rows: Rows, labels: Tensor | None) -> CausalLMOutput:
+    """Logits ``[B, T, V]`` of the caller's positions; the loss of every label from the token before it. A slot is never a label."""
+    logits = base.get_output_embeddings()(rows.tokens)
+    loss = None
+    if labels is not None:
+        cu_tokens = rows.layout.cu_seqlens - rows.layout.slots * torch.arange(rows.batch + 1, device=logits.device)
+        targets = next_token_labels(labels.flatten()[rows.indices], cu_tokens)
+        loss = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, targets)
+    return CausalLMOutput(loss=loss, logits=rows.restore(logits))
+
+
+def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
+    """Cross-entropy over classes.
+
+    Raises:
+        ValueError: labels that are not one class id a row.
+    """
+    loss = None
+    if labels is not None:
+        if labels.is_floating_point() or tuple(labels.shape) != (logits.shape[0],):
+            raise ValueError(
+                f"labels of SEQ_CLS must be one class id a row, shape ({logits.shape[0]},), got {labels.dtype} {tuple(labels.shape)}"
+            )
+        loss = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels)
+    return SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+def label_word_logits(base: PreTrainedModel, last: Tensor, words: tuple[int, ...]) -> Tensor:
+    """``[B, C]`` of the words alone, at ``last [B, D]``: C columns of the head instead of the whole vocabulary."""
+    output = base.get_output_embeddings()
+    if type(output) is not nn.Linear:
+        return output(last)[:, list(words)]  # a quantised or wrapped head is called as it is
+    index = torch.tensor(words, device=output.weight.device)
+    bias = None if output.bias is None else output.bias[index]
+    return nn.functional.linear(last.to(output.weight.dtype), output.weight[index], bias)
+
+
+def apply_head(heads: list[nn.Module], index: Tensor | None, features: Tensor) -> Tensor:
+    """``[B, C]``; with ``index [B]``, every row by its own adapter's head."""
+
+    def run(head: nn.Module, rows: Tensor) -> Tensor:
+        return head(rows.to(next(head.parameters()).dtype))
+
+    if index is None:
+        return run(heads[0], features)
+    done = torch.stack([run(head, features) for head in heads])
+    return done[index, torch.arange(len(index), device=index.device)]
+
+
+
+def encoder_memory(rows: Rows, expose_slot: bool) -> tuple[BaseModelOutput, Tensor]:
+    """What an encoder-decoder's decoder attends to: the padded rows with their slots, and their mask ``[B, L]``."""
+    layout = rows.layout
+    mask = layout.mask if expose_slot else layout.pad(~layout.is_slot)
+    return BaseModelOutput(last_hidden_state=layout.pad(rows.rows)), mask
+
+
+def first_step_logits(base: PreTrainedModel, rows: Rows, config: CaptConfig, words: tuple[int, ...]) -> Tensor:
+    """``[B, C]``: logits of the label words where an encoder-decoder would write its first token."""
+    memory, mask = encoder_memory(rows, config.expose_slot)
+    start = mask.new_full((rows.batch, 1), base.config.decoder_start_token_id, dtype=torch.long)
+    logits = base(encoder_outputs=memory, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
+    return logits[:, 0, list(words)]
+
+
+def decoded_features(base: PreTrainedModel, rows: Rows, config: CaptConfig, input_ids: Tensor) -> Tensor:
+    """``[B, D]``: T5ForSequenceClassification reads its text once more in the decoder; this is the last token's state there."""
+    layout = rows.layout
+    memory, mask = encoder_memory(rows, config.expose_slot)
+    lengths = layout.lengths - layout.slots
+    cu_seqlens = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int()
+    texts = Layout(cu_seqlens, 0, 0, None)
+    ids = texts.pad(input_ids.flatten()[rows.indices])
+    start = ids.new_full((rows.batch, 1), base.config.decoder_start_token_id)
+    # An all-padding text still has the start token, so that its row is finite.
+    decoder_ids = torch.cat([start, ids], 1)[:, : max(texts.longest, 1)]
+    states = base.base_model(
+        encoder_outputs=memory, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False
+    ).last_hidden_state
+    return states[torch.arange(rows.batch, device=ids.device), (lengths - 1).clamp(min=0)]

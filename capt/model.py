@@ -1,0 +1,405 @@
+"""CaptModel: a frozen transformers model with capsules between its layers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import ModelOutput
+
+from capt_kernels import pack
+from capt_kernels.validation import boolean_mask
+
+from . import heads, saving
+from .backbones import backbone_of
+from .capsules import Capsules, MixedCapsules, place
+from .config import CaptConfig
+from .layout import Layout
+
+BACKENDS = ("auto", "reference", "fused")
+
+
+class Adapter(nn.Module):
+    """One adapter: its capsules, and a head where its task has one that trains."""
+
+    def __init__(self, config: CaptConfig, capsules: Capsules, head: nn.Module | None):
+        super().__init__()
+        self.config, self.capsules, self.head = config, capsules, head
+
+    def trainable(self) -> list[nn.Parameter]:
+        """What trains when the adapter is active: all but the vectors of an instance-only adapter."""
+        return [p for p in self.parameters() if self.config.task or p is not self.capsules.vectors]
+
+
+class CaptModel(nn.Module):
+    """A frozen base with one or more capsule adapters, one of them active. Made by :func:`get_capt_model` or :meth:`from_pretrained`.
+
+    Args:
+        base: a transformers model of a supported family. Its parameters are frozen in place; :meth:`unload` undoes that.
+        config: of the first adapter.
+        adapter_name: of the first adapter.
+
+    Attributes:
+        backend: ``"reference"`` runs the base's own layers on padded rows and overwrites the slots between them;
+            ``"fused"`` runs packed rows through capt_kernels; ``"auto"`` takes the fastest that the base has.
+    """
+
+    def __init__(self, base: PreTrainedModel, config: CaptConfig, adapter_name: str = "default"):
+        super().__init__()
+        self._backbone = backbone_of(base)
+        self.base = base
+        self.adapters = nn.ModuleDict()
+        self._thawed = [p for p in base.parameters() if p.requires_grad]
+        base.requires_grad_(False)
+        self._backend = "auto"
+        self._enabled = True
+        self.add_adapter(adapter_name, config)
+        self.set_adapter(adapter_name)
+
+    # --- adapters ---------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, config: CaptConfig) -> None:
+        """Adds a fresh adapter, frozen until :meth:`set_adapter` makes it the active one.
+
+        Raises:
+            ValueError: a name that is taken or not fit for a module, or a config that does not fit the base.
+        """
+        if not name or "." in name:
+            raise ValueError(f"adapter_name must be a non-empty string without dots, got {name!r}")
+        if name in self.adapters:
+            raise ValueError(f"adapter {name!r} exists already; adapters: {', '.join(self.adapters)}")
+        task = heads.infer_task(self.base, self._backbone, config)
+        fields = config.to_dict() | {"task_type": task}
+        if config.base_model_name_or_path is None:
+            fields["base_model_name_or_path"] = getattr(self.base, "name_or_path", None) or None
+        config = CaptConfig.from_dict(fields)
+        capsules = Capsules(config, self._backbone.num_layers, self._backbone.width)
+        adapter = Adapter(config, capsules, heads.make_head(self.base, self._backbone, task, config))
+        weight = self.base.get_input_embeddings().weight
+        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.adapters[name] = adapter.to(device=weight.device, dtype=wide).requires_grad_(False)
+
+    def set_adapter(self, name: str) -> None:
+        """Makes an adapter the active one, whose parameters train.
+
+        Raises:
+            ValueError: there is no such adapter.
+        """
+        self._adapter(name)
+        self.active_adapter = name
+        for other, adapter in self.adapters.items():
+            for p in adapter.trainable():
+                p.requires_grad_(other == name)
+
+    def _adapter(self, name: str) -> Adapter:
+        if name not in self.adapters:
+            raise ValueError(f"there is no adapter {name!r}; adapters: {', '.join(self.adapters)}")
+        return self.adapters[name]
+
+    @property
+    def capt_config(self) -> CaptConfig:
+        """The active adapter's config."""
+        return self._adapter(self.active_adapter).config
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Inside, the model is the bare base, bit for bit; label words and their head's logits are still picked."""
+        before, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = before
+
+    def unload(self) -> PreTrainedModel:
+        """The base as it was given, with the parameters trainable that were."""
+        for p in self._thawed:
+            p.requires_grad_(True)
+        return self.base
+
+    def merge_and_unload(self) -> NoReturn:
+        """Impossible.
+
+        Raises:
+            NotImplementedError: always; the message says why.
+        """
+        raise NotImplementedError(
+            "a capsule cannot be merged into the base's weights: it is a row of the sequence that depends on the input's "
+            "own mean. unload() returns the base without it"
+        )
+
+    # --- running ----------------------------------------------------------------------------------------------------
+
+    @property
+    def backend(self) -> str:
+        return self._backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        if name not in BACKENDS:
+            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+        if name == "fused":
+            raise NotImplementedError(
+                f"there is no fused backbone for model_type {self.config.model_type!r}; 'auto' and 'reference' run it"
+            )
+        self._backend = name
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        pool_mask: Tensor | None = None,
+        adapter_names: Sequence[str] | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
+    ) -> ModelOutput:
+        """Runs the base with the active adapter's capsules.
+
+        Args:
+            input_ids: ``[B, T]``, or inputs_embeds: ``[B, T, D]``; exactly one of the two.
+            attention_mask: ``[B, T]``, 1 = real, padding on any side, holes allowed; None: all real.
+            labels: ``[B, T]`` next-token labels (-100 = none) for CAUSAL_LM, ``[B]`` class ids for SEQ_CLS, decoder labels
+                for SEQ_2_SEQ_LM.
+            pool_mask: ``[B, T]``: tokens that may enter the mean. None: every real token; with CAUSAL_LM labels, those
+                without a label, since a mean over the answer would tell it to every position.
+            adapter_names: one adapter a sequence, in place of the active one; their configs must be equal.
+            decoder_input_ids, decoder_attention_mask: as the base takes them (encoder-decoders only).
+
+        Returns:
+            A transformers output: ``last_hidden_state [B, T, D]`` or ``logits``, and ``loss`` with labels. The slot is
+            stripped, padding positions are 0.
+
+        Raises:
+            ValueError: arguments that do not fit each other.
+        """
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
+        given = input_ids if input_ids is not None else inputs_embeds
+        assert given is not None
+        wanted = "[B, T]" if input_ids is not None else "[B, T, D]"
+        if given.dim() != (2 if input_ids is not None else 3):
+            name = "input_ids" if input_ids is not None else "inputs_embeds"
+            raise ValueError(f"{name} must have shape {wanted}, got {tuple(given.shape)}")
+        shape = tuple(given.shape[:2])
+        for name, mask in (("attention_mask", attention_mask), ("pool_mask", pool_mask)):
+            if mask is not None and tuple(mask.shape) != shape:
+                raise ValueError(f"{name} must have shape [B, T] = {shape}, got {tuple(mask.shape)}")
+        decoder = {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
+        decoder = {name: value for name, value in decoder.items() if value is not None}
+        if decoder and not self._backbone.is_encoder_decoder:
+            raise ValueError(f"{', '.join(decoder)} given to {type(self.base).__name__}, which has no decoder of its own")
+        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
+        inputs = {name: value for name, value in inputs.items() if value is not None}
+        if not self._enabled:
+            return self._bare(inputs | decoder, labels)
+
+        chosen, index = self._chosen(adapter_names, shape[0])
+        config = chosen[0].config
+        if config.task_type == "CAUSAL_LM" and labels is not None:
+            if tuple(labels.shape) != shape:
+                raise ValueError(f"labels of CAUSAL_LM must have shape [B, T] = {shape}, got {tuple(labels.shape)}")
+            if pool_mask is None:
+                pool_mask = labels == -100
+        rows = self._run(chosen, index, given, attention_mask, pool_mask)
+        return self._output(chosen, index, rows, input_ids, labels, decoder)
+
+    def _chosen(self, names: Sequence[str] | None, batch: int) -> tuple[list[Adapter], Tensor | None]:
+        """The adapters of a batch, and which of them each sequence takes (None: the one there is)."""
+        if names is None:
+            return [self._adapter(self.active_adapter)], None
+        if len(names) != batch:
+            raise ValueError(f"adapter_names must name one adapter for each of the {batch} sequences, got {len(names)}")
+        unique = list(dict.fromkeys(names))
+        chosen = [self._adapter(name) for name in unique]
+        for name, adapter in zip(unique, chosen, strict=True):
+            if adapter.config != chosen[0].config:
+                raise ValueError(f"adapters mixed in one batch must have equal configs; {unique[0]!r} and {name!r} differ")
+        index = torch.tensor([unique.index(name) for name in names])
+        return chosen, index.to(chosen[0].capsules.vectors.device)
+
+    def _run(
+        self, chosen: list[Adapter], index: Tensor | None, given: Tensor, mask: Tensor | None, pool_mask: Tensor | None
+    ) -> heads.Rows:
+        """Packs the batch at the door and runs it through the layers, writing the slots where they are due."""
+        config, backbone = chosen[0].config, self._backbone
+        capsules: Capsules | MixedCapsules = chosen[0].capsules
+        if index is not None:
+            capsules = MixedCapsules([a.capsules for a in chosen], index)
+        hidden = backbone.embed(given) if given.dim() == 2 else given
+        real = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if mask is None else mask
+        rows, cu_seqlens, indices = pack(hidden, real)
+        pooled = None if pool_mask is None else boolean_mask("pool_mask", pool_mask).flatten()[indices]
+        layout = Layout(cu_seqlens, 0, config.lead, pooled)
+
+        ops = "reference" if self._backend == "reference" else "auto"
+        context = None
+        for i in range(backbone.num_layers):
+            if i in capsules.layers:
+                rows, grown = place(capsules, capsules.layers.index(i), rows, layout, ops)
+                if grown is not layout:
+                    layout, context = grown, None
+            if i == 0:
+                rows = backbone.start(rows)
+            if context is None:
+                context = backbone.context(rows, layout, config.positions)
+            rows = backbone.layer(i, rows, layout, context)
+        return heads.Rows(backbone.finish(rows), layout, indices, *given.shape[:2])
+
+    def _output(
+        self,
+        chosen: list[Adapter],
+        index: Tensor | None,
+        rows: heads.Rows,
+        input_ids: Tensor | None,
+        labels: Tensor | None,
+        decoder: dict[str, Any],
+    ) -> ModelOutput:
+        config, base = chosen[0].config, self.base
+        if config.task_type == "CAUSAL_LM":
+            return heads.next_tokens(base, rows, labels)
+        if config.task_type == "SEQ_CLS":
+            words = None if config.label_words is None else tuple(config.label_words)
+            if words is not None and self._backbone.is_encoder_decoder:
+                return heads.classify(heads.first_step_logits(base, rows, config, words), labels)
+            if self._backbone.is_encoder_decoder:
+                if input_ids is None:
+                    raise ValueError("SEQ_CLS on an encoder-decoder feeds input_ids to the decoder too, got inputs_embeds")
+                features = heads.decoded_features(base, rows, config, input_ids)
+            else:
+                features = rows.rows[rows.layout.last_rows]
+            if words is not None:
+                return heads.classify(heads.label_word_logits(base, features, words), labels)
+            return heads.classify(heads.apply_head([a.head for a in chosen], index, features), labels)
+        if not self._backbone.is_encoder_decoder or not hasattr(base.base_model, "decoder"):
+            if labels is not None:
+                raise ValueError("labels were given, and task_type 'FEATURE_EXTRACTION' has no loss")
+            return heads.hidden_states(rows)
+        memory, mask = heads.encoder_memory(rows, config.expose_slot)
+        extra = decoder if labels is None else decoder | {"labels": labels}
+        output = base(encoder_outputs=memory, attention_mask=mask, use_cache=False, **extra)
+        output["encoder_last_hidden_state"] = rows.restore(rows.tokens)
+        return output
+
+    def _bare(self, inputs: dict[str, Any], labels: Tensor | None) -> ModelOutput:
+        """The base without a slot. Label words are picked from its own logits."""
+        config, base = self.capt_config, self.base
+        if config.task_type != "SEQ_CLS" or config.label_words is None:
+            if config.task_type == "SEQ_CLS" and heads.own_head(base) is None:
+                raise NotImplementedError(f"{type(base).__name__} has no head of its own to classify with")
+            return base(**inputs) if labels is None else base(**inputs, labels=labels)
+        words = list(config.label_words)
+        given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+        rows = torch.arange(len(given), device=given.device)
+        if self._backbone.is_encoder_decoder:
+            start = rows.new_full((len(given), 1), base.config.decoder_start_token_id)
+            logits = base(**inputs, decoder_input_ids=start, use_cache=False).logits[:, 0, words]
+        else:
+            mask = inputs.get("attention_mask")
+            place = torch.arange(given.shape[1], device=given.device)
+            last = rows.new_full((len(given),), given.shape[1] - 1) if mask is None else (place * (mask != 0)).argmax(1)
+            hidden = base.base_model(**inputs, use_cache=False).last_hidden_state
+            logits = heads.label_word_logits(base, hidden[rows, last], tuple(words))
+        return heads.classify(logits, labels)
+
+    def generate(self, *_: Any, **__: Any) -> NoReturn:
+        """Not there yet.
+
+        Raises:
+            NotImplementedError: always.
+        """
+        raise NotImplementedError(
+            "generate() with a capsule is not implemented yet: the slot has to be computed once from the prompt and kept in the "
+            "cache. Classify with label words, or generate with the bare base inside disable_adapter() through model.base"
+        )
+
+    # --- what transformers and accelerate ask of a model ---------------------------------------------------------------
+
+    @property
+    def config(self) -> Any:
+        """The base's config."""
+        return self.base.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.base.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.base.dtype
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base.get_input_embeddings()
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """The base's layers recompute themselves in backward; slots are written outside of them and are not recomputed."""
+        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
+
+    def gradient_checkpointing_disable(self) -> None:
+        self.base.gradient_checkpointing_disable()
+
+    def get_nb_trainable_parameters(self) -> tuple[int, int]:
+        """Number of trainable parameters, and of all."""
+        parameters = list(self.parameters())
+        return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+    def print_trainable_parameters(self) -> None:
+        """Prints both and their share, in the words PEFT uses."""
+        trainable, total = self.get_nb_trainable_parameters()
+        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def save_pretrained(self, directory: str | Path, **_: Any) -> None:
+        """Writes the active adapter: ``adapter_config.json`` and ``adapter_model.safetensors``, no weight of the base."""
+        adapter = self._adapter(self.active_adapter)
+        saving.save(Path(directory), adapter.config, adapter.state_dict(), self._backbone)
+
+    @classmethod
+    def from_pretrained(
+        cls, base: PreTrainedModel, directory: str | Path, adapter_name: str = "default", is_trainable: bool = False
+    ) -> CaptModel:
+        """``base`` with an adapter from a folder, or from a model hub by its id.
+
+        Raises:
+            ValueError: a file that is missing, corrupt, incomplete or made for another base; it names both sides.
+        """
+        config, tensors = saving.load(directory, backbone_of(base))
+        model = cls(base, config, adapter_name)
+        saving.fill(model._adapter(adapter_name), tensors, directory)
+        if not is_trainable:
+            model._adapter(adapter_name).requires_grad_(False)
+        return model
+
+    def load_adapter(self, directory: str | Path, adapter_name: str, is_trainable: bool = False) -> None:
+        """Adds an adapter from a folder or a hub id; with ``is_trainable`` it becomes the active one. Errors as :meth:`from_pretrained`."""
+        config, tensors = saving.load(directory, self._backbone)
+        self.add_adapter(adapter_name, config)
+        try:
+            saving.fill(self._adapter(adapter_name), tensors, directory)
+        except ValueError:
+            del self.adapters[adapter_name]
+            raise
+        if is_trainable:
+            self.set_adapter(adapter_name)
+
+
+def get_capt_model(base: PreTrainedModel, config: CaptConfig, adapter_name: str = "default") -> CaptModel:
+    """Freezes ``base`` and puts a fresh capsule adapter on it.
+
+    Args:
+        base: a transformers Llama, Mistral, Qwen2, Qwen3 or T5 model, with or without a head.
+        config: see :class:`CaptConfig`.
+        adapter_name: a name for the adapter.
+
+    Raises:
+        ValueError: a config that does not fit the base. NotImplementedError: a family that is not supported.
+    """
+    if not isinstance(config, CaptConfig):
+        raise ValueError(f"config must be a CaptConfig, got {type(config).__name__}")
+    return CaptModel(base, config, adapter_name)
