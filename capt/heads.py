@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, SequenceClassifierOutput
+from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, ModelOutput, SequenceClassifierOutput
 
 from capt_kernels import unpack
 
@@ -117,14 +117,13 @@ def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
     return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def label_word_logits(base: PreTrainedModel, last: Tensor, words: tuple[int, ...]) -> Tensor:
+def label_word_logits(base: PreTrainedModel, last: Tensor, config: CaptConfig) -> Tensor:
     """``[B, C]`` of the words alone, at ``last [B, D]``: C columns of the head instead of the whole vocabulary."""
-    output = base.get_output_embeddings()
-    if type(output) is not nn.Linear:
-        return output(last)[:, list(words)]  # a quantised or wrapped head is called as it is
-    index = torch.tensor(words, device=output.weight.device)
-    bias = None if output.bias is None else output.bias[index]
-    return nn.functional.linear(last.to(output.weight.dtype), output.weight[index], bias)
+    words, head = list(config.label_words or ()), base.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return head(last)[:, words]  # a quantised or wrapped head is called as it is
+    bias = None if head.bias is None else head.bias[words]
+    return nn.functional.linear(last.to(head.weight.dtype), head.weight[words], bias)
 
 
 def apply_head(heads: list[nn.Module], index: Tensor | None, features: Tensor) -> Tensor:
@@ -147,12 +146,12 @@ def encoder_memory(rows: Rows, expose_slot: bool) -> tuple[BaseModelOutput, Tens
     return BaseModelOutput(last_hidden_state=layout.pad(rows.rows)), mask
 
 
-def first_step_logits(base: PreTrainedModel, rows: Rows, config: CaptConfig, words: tuple[int, ...]) -> Tensor:
+def first_step_logits(base: PreTrainedModel, rows: Rows, config: CaptConfig) -> Tensor:
     """``[B, C]``: logits of the label words where an encoder-decoder would write its first token."""
     memory, mask = encoder_memory(rows, config.expose_slot)
     start = mask.new_full((rows.batch, 1), base.config.decoder_start_token_id, dtype=torch.long)
     logits = base(encoder_outputs=memory, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
-    return logits[:, 0, list(words)]
+    return logits[:, 0, list(config.label_words or ())]
 
 
 def decoded_features(base: PreTrainedModel, rows: Rows, config: CaptConfig, input_ids: Tensor) -> Tensor:
@@ -170,3 +169,61 @@ def decoded_features(base: PreTrainedModel, rows: Rows, config: CaptConfig, inpu
         encoder_outputs=memory, attention_mask=mask, decoder_input_ids=decoder_ids, use_cache=False
     ).last_hidden_state
     return states[torch.arange(rows.batch, device=ids.device), (lengths - 1).clamp(min=0)]
+
+
+def output(
+    base: PreTrainedModel,
+    backbone: Backbone,
+    config: CaptConfig,
+    trained: list[nn.Module | None],
+    index: Tensor | None,
+    rows: Rows,
+    input_ids: Tensor | None,
+    labels: Tensor | None,
+    decoder: dict[str, Tensor],
+) -> ModelOutput:
+    """The output of ``config.task_type``; ``trained`` are the heads of the batch's adapters, ``index [B]`` which one a row takes."""
+    if config.task_type == "CAUSAL_LM":
+        return next_tokens(base, rows, labels)
+    if config.task_type == "SEQ_CLS":
+        if config.label_words is not None and backbone.is_encoder_decoder:
+            return classify(first_step_logits(base, rows, config), labels)
+        if not backbone.is_encoder_decoder:
+            features = rows.rows[rows.layout.last_rows]
+        elif input_ids is None:
+            raise ValueError("SEQ_CLS on an encoder-decoder feeds input_ids to the decoder too, got inputs_embeds")
+        else:
+            features = decoded_features(base, rows, config, input_ids)
+        if config.label_words is not None:
+            return classify(label_word_logits(base, features, config), labels)
+        return classify(apply_head([head for head in trained if head is not None], index, features), labels)
+    if not backbone.is_encoder_decoder or not hasattr(base.base_model, "decoder"):
+        if labels is not None:
+            raise ValueError("labels were given, and task_type 'FEATURE_EXTRACTION' has no loss")
+        return hidden_states(rows)
+    memory, mask = encoder_memory(rows, config.expose_slot)
+    given = decoder if labels is None else decoder | {"labels": labels}
+    done = base(encoder_outputs=memory, attention_mask=mask, use_cache=False, **given)
+    done["encoder_last_hidden_state"] = rows.restore(rows.tokens)
+    return done
+
+
+def bare(
+    base: PreTrainedModel, backbone: Backbone, config: CaptConfig, inputs: dict[str, Tensor], labels: Tensor | None
+) -> ModelOutput:
+    """The base without a slot. Label words are picked from its own logits."""
+    if config.task_type == "SEQ_CLS" and config.label_words is None and own_head(base) is None:
+        raise NotImplementedError(f"{type(base).__name__} has no head of its own to classify with")
+    if config.label_words is None:
+        return base(**inputs) if labels is None else base(**inputs, labels=labels)
+    given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
+    rows = torch.arange(len(given), device=given.device)
+    if backbone.is_encoder_decoder:
+        start = rows.new_full((len(given), 1), base.config.decoder_start_token_id)
+        logits = base(**inputs, decoder_input_ids=start, use_cache=False).logits[:, 0, list(config.label_words)]
+        return classify(logits, labels)
+    mask = inputs.get("attention_mask")
+    place = torch.arange(given.shape[1], device=given.device)
+    last = rows.new_full((len(given),), given.shape[1] - 1) if mask is None else (place * (mask != 0)).argmax(1)
+    hidden = base.base_model(**inputs, use_cache=False).last_hidden_state
+    return classify(label_word_logits(base, hidden[rows, last], config), labels)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from capt_kernels import pack
-from capt_kernels.validation import boolean_mask
+from capt_kernels.validation import boolean_mask, check_shape
 
 from . import heads, saving
 from .backbones import backbone_of
@@ -178,18 +178,11 @@ class CaptModel(nn.Module):
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("exactly one of input_ids and inputs_embeds must be given")
-        given = input_ids if input_ids is not None else inputs_embeds
-        assert given is not None
-        wanted = "[B, T]" if input_ids is not None else "[B, T, D]"
-        if given.dim() != (2 if input_ids is not None else 3):
-            name = "input_ids" if input_ids is not None else "inputs_embeds"
-            raise ValueError(f"{name} must have shape {wanted}, got {tuple(given.shape)}")
+        given = _the_input(input_ids, inputs_embeds)
         shape = tuple(given.shape[:2])
         for name, mask in (("attention_mask", attention_mask), ("pool_mask", pool_mask)):
-            if mask is not None and tuple(mask.shape) != shape:
-                raise ValueError(f"{name} must have shape [B, T] = {shape}, got {tuple(mask.shape)}")
+            if mask is not None:
+                check_shape(name, mask, shape, "[B, T]")
         decoder = {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
         decoder = {name: value for name, value in decoder.items() if value is not None}
         if decoder and not self._backbone.is_encoder_decoder:
@@ -197,17 +190,17 @@ class CaptModel(nn.Module):
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         inputs = {name: value for name, value in inputs.items() if value is not None}
         if not self._enabled:
-            return self._bare(inputs | decoder, labels)
+            return heads.bare(self.base, self._backbone, self.capt_config, inputs | decoder, labels)
 
         chosen, index = self._chosen(adapter_names, shape[0])
         config = chosen[0].config
         if config.task_type == "CAUSAL_LM" and labels is not None:
-            if tuple(labels.shape) != shape:
-                raise ValueError(f"labels of CAUSAL_LM must have shape [B, T] = {shape}, got {tuple(labels.shape)}")
+            check_shape("labels", labels, shape, "[B, T]")
             if pool_mask is None:
                 pool_mask = labels == -100
         rows = self._run(chosen, index, given, attention_mask, pool_mask)
-        return self._output(chosen, index, rows, input_ids, labels, decoder)
+        trained = [a.head for a in chosen]
+        return heads.output(self.base, self._backbone, config, trained, index, rows, input_ids, labels, decoder)
 
     def _chosen(self, names: Sequence[str] | None, batch: int) -> tuple[list[Adapter], Tensor | None]:
         """The adapters of a batch, and which of them each sequence takes (None: the one there is)."""
@@ -250,62 +243,6 @@ class CaptModel(nn.Module):
                 context = backbone.context(rows, layout, config.positions)
             rows = backbone.layer(i, rows, layout, context)
         return heads.Rows(backbone.finish(rows), layout, indices, *given.shape[:2])
-
-    def _output(
-        self,
-        chosen: list[Adapter],
-        index: Tensor | None,
-        rows: heads.Rows,
-        input_ids: Tensor | None,
-        labels: Tensor | None,
-        decoder: dict[str, Any],
-    ) -> ModelOutput:
-        config, base = chosen[0].config, self.base
-        if config.task_type == "CAUSAL_LM":
-            return heads.next_tokens(base, rows, labels)
-        if config.task_type == "SEQ_CLS":
-            words = None if config.label_words is None else tuple(config.label_words)
-            if words is not None and self._backbone.is_encoder_decoder:
-                return heads.classify(heads.first_step_logits(base, rows, config, words), labels)
-            if self._backbone.is_encoder_decoder:
-                if input_ids is None:
-                    raise ValueError("SEQ_CLS on an encoder-decoder feeds input_ids to the decoder too, got inputs_embeds")
-                features = heads.decoded_features(base, rows, config, input_ids)
-            else:
-                features = rows.rows[rows.layout.last_rows]
-            if words is not None:
-                return heads.classify(heads.label_word_logits(base, features, words), labels)
-            return heads.classify(heads.apply_head([a.head for a in chosen], index, features), labels)
-        if not self._backbone.is_encoder_decoder or not hasattr(base.base_model, "decoder"):
-            if labels is not None:
-                raise ValueError("labels were given, and task_type 'FEATURE_EXTRACTION' has no loss")
-            return heads.hidden_states(rows)
-        memory, mask = heads.encoder_memory(rows, config.expose_slot)
-        extra = decoder if labels is None else decoder | {"labels": labels}
-        output = base(encoder_outputs=memory, attention_mask=mask, use_cache=False, **extra)
-        output["encoder_last_hidden_state"] = rows.restore(rows.tokens)
-        return output
-
-    def _bare(self, inputs: dict[str, Any], labels: Tensor | None) -> ModelOutput:
-        """The base without a slot. Label words are picked from its own logits."""
-        config, base = self.capt_config, self.base
-        if config.task_type != "SEQ_CLS" or config.label_words is None:
-            if config.task_type == "SEQ_CLS" and heads.own_head(base) is None:
-                raise NotImplementedError(f"{type(base).__name__} has no head of its own to classify with")
-            return base(**inputs) if labels is None else base(**inputs, labels=labels)
-        words = list(config.label_words)
-        given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
-        rows = torch.arange(len(given), device=given.device)
-        if self._backbone.is_encoder_decoder:
-            start = rows.new_full((len(given), 1), base.config.decoder_start_token_id)
-            logits = base(**inputs, decoder_input_ids=start, use_cache=False).logits[:, 0, words]
-        else:
-            mask = inputs.get("attention_mask")
-            place = torch.arange(given.shape[1], device=given.device)
-            last = rows.new_full((len(given),), given.shape[1] - 1) if mask is None else (place * (mask != 0)).argmax(1)
-            hidden = base.base_model(**inputs, use_cache=False).last_hidden_state
-            logits = heads.label_word_logits(base, hidden[rows, last], tuple(words))
-        return heads.classify(logits, labels)
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         """Not there yet.
@@ -387,6 +324,20 @@ class CaptModel(nn.Module):
             raise
         if is_trainable:
             self.set_adapter(adapter_name)
+
+
+def _the_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """Whichever of the two was given, its shape checked."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("exactly one of input_ids [B, T] and inputs_embeds [B, T, D] must be given")
+    if inputs_embeds is not None:
+        if inputs_embeds.dim() != 3:
+            raise ValueError(f"inputs_embeds must have shape [B, T, D], got {tuple(inputs_embeds.shape)}")
+        return inputs_embeds
+    assert input_ids is not None
+    if input_ids.dim() != 2:
+        raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
+    return input_ids
 
 
 def get_capt_model(base: PreTrainedModel, config: CaptConfig, adapter_name: str = "default") -> CaptModel:
