@@ -1,4 +1,7 @@
-"""The trained vectors of an adapter, and how they become slots in a packed batch (CaPT, Eq. 2, and its four variants)."""
+"""The trained vectors of an adapter, and how they become slots in a packed batch (CaPT, Eq.
+
+2, and its four variants).
+"""
 
 from __future__ import annotations
 
@@ -22,9 +25,9 @@ class Capsules(nn.Module):
         config: the adapter's config.
         num_layers, width: layers and hidden size of the base.
 
-    Parameters, P prompted layers, K = ``config.length``: ``vectors [P, K, D]``; ``"extraction"``: ``conv_weight [P, D, k]``,
-    ``conv_bias [P, D]``, the identity at first; ``"projection"``: ``down [P, D, r]``, ``up [P, r, D]``, a projection on r
-    directions at first. So every variant starts from the mean.
+    Parameters, with P prompted layers and K = ``config.length``: ``vectors [P, K, D]``; ``"extraction"``:
+    ``conv_weight [P, D, k]``, ``conv_bias [P, D]``, the identity at first; ``"projection"``: ``down [P, D, r]``,
+    ``up [P, r, D]``, a projection on r directions at first.
     """
 
     def __init__(self, config: CaptConfig, num_layers: int, width: int):
@@ -64,8 +67,10 @@ class MixedCapsules:
         return {name: torch.stack([n[name][prompted] for n in named])[index] for name in named[0]}
 
 
-def place(capsules: Capsules | MixedCapsules, prompted: int, rows: Tensor, layout: Layout, backend: str) -> tuple[Tensor, Layout]:
-    """Puts the slots of the ``prompted``-th prompted layer into ``rows [R, D]``: in front the first time, over the old ones later.
+def place(
+    capsules: Capsules | MixedCapsules, prompted: int, rows: Tensor, layout: Layout, backend: str
+) -> tuple[Tensor, Layout]:
+    """Puts the slots of the ``prompted``-th prompted layer into ``rows [R, D]``: the first time new, then over the old.
 
     Returns:
         The rows and the layout they have now.
@@ -112,7 +117,8 @@ def _variant(config: CaptConfig, own: dict[str, Tensor], rows: Tensor, layout: L
 def _mean(rows: Tensor, pieces: int, layout: Layout, backend: str) -> Tensor:
     """The mean, or the adaptive mean pool, of old slots ++ pooled tokens: ``[B, pieces, D]``.
 
-    It is what a zero vector's slot would hold. Slots lead their sequences here, since all of them pool in front of the tokens.
+    It is what a zero vector's slot would hold. Slots lead their sequences here, since all of them pool in front of
+    the tokens.
     """
     zeros = rows.new_zeros(pieces, rows.shape[1])
     cu_seqlens = layout.cu_seqlens.long()
@@ -127,7 +133,7 @@ def _mean(rows: Tensor, pieces: int, layout: Layout, backend: str) -> Tensor:
 
 
 def _convolve_tokens(rows: Tensor, weight: Tensor, bias: Tensor, layout: Layout) -> Tensor:
-    """A depthwise Conv1d, ``weight [B, D, k]``, over each sequence's pooled tokens, zero-padded at its ends; other rows as they are.
+    """A depthwise Conv1d, ``weight [B, D, k]``, over each sequence's pooled tokens, zero-padded; others as they are.
 
     Only pooled rows enter: in LM training a window must not reach from the prompt into the answer.
     """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,21 +19,23 @@ class CaptConfig:
     """How the capsule of every layer is formed (CaPT, arXiv 2510.16670; the defaults are the paper's).
 
     Args:
-        variant: how the slot is made of the vector p and the mean: ``"addition"`` S = p + mean; ``"prepending"`` two slots
-            [mean, p]; ``"extraction"`` p + mean(old slots ++ depthwise Conv1d of the real rows); ``"projection"``
-            p + mean @ A @ B with rank ``rank``.
+        variant: how the slot is made of the vector p and the mean. ``"addition"``: S = p + mean. ``"prepending"``: two
+            slots [mean, p]. ``"extraction"``: p + mean(old slots ++ depthwise Conv1d of the real rows).
+            ``"projection"``: p + mean @ A @ B with rank ``rank``.
         length: number K of vectors a layer; the mean becomes an adaptive mean pool into K pieces.
         depth: layers that are prompted: ``"all"``, ``"input"`` (the first), ``"first_half"`` (floor(N/2) layers),
             ``"latter_half"`` (the rest), ``"odd"`` (1st, 3rd, ...), or a strictly rising list of 0-based layer indices.
         instance: False leaves the mean out, S = p: deep prompt tuning, "Deep PT-1" for one vector.
         task: False leaves p out, S = mean: nothing trains ("instance only").
-        lead: real rows that stay in front of the slots. Decoders do better with 1: it keeps their attention sink in place.
+        lead: real rows that stay in front of the slots. Decoders do better with 1: it keeps their attention sink in
+            place.
         first_mean: whether the first prompted layer adds the mean of the raw embeddings. Decoders do better with False.
         positions: ``"shift"`` counts slots as positions of their own; ``"keep"`` leaves tokens at 0..n-1, slots at 0.
         expose_slot: whether an encoder-decoder's decoder sees the processed slots.
         rank: columns of A for ``"projection"``.
         kernel_size: width of the Conv1d for ``"extraction"``; odd.
-        task_type: ``"CAUSAL_LM"``, ``"SEQ_CLS"``, ``"SEQ_2_SEQ_LM"``, ``"FEATURE_EXTRACTION"``, or None to go by the base's class.
+        task_type: ``"CAUSAL_LM"``, ``"SEQ_CLS"``, ``"SEQ_2_SEQ_LM"``, ``"FEATURE_EXTRACTION"``, or None to go by the
+            base's class.
         label_words: vocabulary ids, one a class: ``"SEQ_CLS"`` by the language-model head's logits of these words, so
             that nothing but the vectors trains.
         base_model_name_or_path: the base an adapter was made for; filled in from the base.
@@ -70,12 +73,14 @@ class CaptConfig:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
         if self.kernel_size % 2 == 0:
-            raise ValueError(f"kernel_size must be odd, so that a row is in the middle of its window, got {self.kernel_size}")
+            raise ValueError(
+                f"kernel_size must be odd, so that a row is in the middle of its window, got {self.kernel_size}"
+            )
         if not (self.instance or self.task):
             raise ValueError("instance=False and task=False leave nothing to put in the slot")
         if self.variant != "addition" and not (self.instance and self.task):
             raise ValueError(
-                f"variant {self.variant!r} combines the mean and the vector, got instance={self.instance}, task={self.task}"
+                f"variant {self.variant!r} combines mean and vector, got instance={self.instance}, task={self.task}"
             )
         self._check_depth()
         if self.label_words is not None:
@@ -83,17 +88,21 @@ class CaptConfig:
             if len(words) < 2 or len(set(words)) != len(words) or not all(type(w) is int and w >= 0 for w in words):
                 raise ValueError(f"label_words must be at least two different vocabulary ids, got {list(words)!r}")
             if self.task_type not in (None, "SEQ_CLS"):
-                raise ValueError(f"label_words make a classifier, so task_type must be 'SEQ_CLS', got {self.task_type!r}")
+                raise ValueError(
+                    f"label_words make a classifier, so task_type must be 'SEQ_CLS', got {self.task_type!r}"
+                )
             object.__setattr__(self, "label_words", words)
 
     def _check_depth(self) -> None:
         if isinstance(self.depth, str):
             if self.depth not in DEPTHS:
-                raise ValueError(f"depth must be one of {', '.join(DEPTHS)} or a list of layer indices, got {self.depth!r}")
+                raise ValueError(
+                    f"depth must be one of {', '.join(DEPTHS)} or a list of layer indices, got {self.depth!r}"
+                )
             return
         layers = tuple(self.depth)
         ints = all(type(i) is int and i >= 0 for i in layers)
-        if not layers or not ints or any(a >= b for a, b in zip(layers, layers[1:], strict=False)):
+        if not layers or not ints or any(a >= b for a, b in itertools.pairwise(layers)):
             raise ValueError(f"depth must be a strictly rising list of 0-based layer indices, got {list(layers)!r}")
         object.__setattr__(self, "depth", layers)
 
@@ -115,9 +124,12 @@ class CaptConfig:
             layers = range(0, num_layers, 2)
         else:
             half = num_layers // 2
-            first, last = {"all": (0, num_layers), "input": (0, 1), "first_half": (0, half), "latter_half": (half, num_layers)}[
-                self.depth
-            ]
+            first, last = {
+                "all": (0, num_layers),
+                "input": (0, 1),
+                "first_half": (0, half),
+                "latter_half": (half, num_layers),
+            }[self.depth]
             layers = range(first, last)
         if not layers or layers[-1] >= num_layers:
             raise ValueError(f"depth {self.depth!r} does not fit a base with {num_layers} layers")

@@ -1,4 +1,4 @@
-"""From the processed rows of a base's stack to the output of a task: hidden states, next tokens, classes, text to text."""
+"""From the processed rows of a base's stack to the output of a task: states, next tokens, classes, text to text."""
 
 from __future__ import annotations
 
@@ -37,7 +37,9 @@ def infer_task(base: PreTrainedModel, backbone: Backbone, config: CaptConfig) ->
             raise ValueError(f"label_words are read from a language-model head, and {name} has none")
         vocabulary = base.get_output_embeddings().weight.shape[0]
         if max(config.label_words) >= vocabulary:
-            raise ValueError(f"label_words must be below the vocabulary's size {vocabulary}, got {max(config.label_words)}")
+            raise ValueError(
+                f"label_words must be below the vocabulary's size {vocabulary}, got {max(config.label_words)}"
+            )
     if task == "SEQ_CLS" and config.label_words is None and backbone.is_encoder_decoder and not classifier:
         raise ValueError(
             f"task_type 'SEQ_CLS' on an encoder-decoder wants label_words or a T5ForSequenceClassification, got {name}"
@@ -51,13 +53,13 @@ def own_head(base: PreTrainedModel) -> nn.Module | None:
 
 
 def make_head(base: PreTrainedModel, backbone: Backbone, task: str, config: CaptConfig) -> nn.Module | None:
-    """A trainable head in fp32 for classification without label words: a copy of the base's own, or a fresh linear one."""
+    """A trainable fp32 head for classification without label words: a copy of the base's own, or a linear one."""
     if task != "SEQ_CLS" or config.label_words is not None:
         return None
     own = own_head(base)
     if own is not None:
         return copy.deepcopy(own).float().requires_grad_(True)
-    head = nn.Linear(backbone.width, base.config.num_labels, bias=False)
+    head = nn.Linear(backbone.width, base.config.num_labels or 2, bias=False)
     nn.init.normal_(head.weight, std=getattr(backbone.config, "initializer_range", 0.02))
     return head
 
@@ -91,7 +93,10 @@ def hidden_states(rows: Rows) -> BaseModelOutput:
 
 
 def next_tokens(base: PreTrainedModel, rows: Rows, labels: Tensor | None) -> CausalLMOutput:
-    """Logits ``[B, T, V]`` of the caller's positions; the loss of every label from the token before it. A slot is never a label."""
+    """Logits ``[B, T, V]`` of the caller's positions; the loss of every label from the token before it.
+
+    A slot is never a label.
+    """
     logits = base.get_output_embeddings()(rows.tokens)
     loss = None
     if labels is not None:
@@ -111,7 +116,8 @@ def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
     if labels is not None:
         if labels.is_floating_point() or tuple(labels.shape) != (logits.shape[0],):
             raise ValueError(
-                f"labels of SEQ_CLS must be one class id a row, shape ({logits.shape[0]},), got {labels.dtype} {tuple(labels.shape)}"
+                f"labels of SEQ_CLS must be one class id a row, shape ({logits.shape[0]},), "
+                f"got {labels.dtype} {tuple(labels.shape)}"
             )
         loss = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels)
     return SequenceClassifierOutput(loss=loss, logits=logits)
@@ -138,7 +144,6 @@ def apply_head(heads: list[nn.Module], index: Tensor | None, features: Tensor) -
     return done[index, torch.arange(len(index), device=index.device)]
 
 
-
 def encoder_memory(rows: Rows, expose_slot: bool) -> tuple[BaseModelOutput, Tensor]:
     """What an encoder-decoder's decoder attends to: the padded rows with their slots, and their mask ``[B, L]``."""
     layout = rows.layout
@@ -155,7 +160,7 @@ def first_step_logits(base: PreTrainedModel, rows: Rows, config: CaptConfig) -> 
 
 
 def decoded_features(base: PreTrainedModel, rows: Rows, config: CaptConfig, input_ids: Tensor) -> Tensor:
-    """``[B, D]``: T5ForSequenceClassification reads its text once more in the decoder; this is the last token's state there."""
+    """``[B, D]``: the last token's state in the decoder, where T5ForSequenceClassification reads the text again."""
     layout = rows.layout
     memory, mask = encoder_memory(rows, config.expose_slot)
     lengths = layout.lengths - layout.slots
@@ -182,7 +187,7 @@ def output(
     labels: Tensor | None,
     decoder: dict[str, Tensor],
 ) -> ModelOutput:
-    """The output of ``config.task_type``; ``trained`` are the heads of the batch's adapters, ``index [B]`` which one a row takes."""
+    """The output of ``config.task_type``; ``trained`` are the batch's adapters' heads, ``index [B]`` a row's own."""
     if config.task_type == "CAUSAL_LM":
         return next_tokens(base, rows, labels)
     if config.task_type == "SEQ_CLS":

@@ -9,18 +9,19 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad as pad_rows
 
-from capt_kernels import pack, unpack
+from capt_kernels import unpack
 
 
 @dataclass(frozen=True)
 class Layout:
-    """A packed batch of B sequences, each ``[lead tokens, slots, other tokens]``; 0 slots before the first prompted layer.
+    """A packed batch of B sequences, each ``[lead tokens, slots, other tokens]``; slots = 0 before the first prompt.
 
     Args:
         cu_seqlens: ``[B+1]`` int32, slots included.
         slots: rows a sequence holds for its capsule.
         lead: real rows in front of them; a sequence with fewer has its slots behind what it has.
-        pool_mask: ``[R]`` bool: rows that may enter the mean (entries at slots are True and say nothing), or None for all.
+        pool_mask: ``[R]`` bool: rows that may enter the mean (entries at slots are True and say nothing), or None
+            for all.
     """
 
     cu_seqlens: Tensor
@@ -51,7 +52,9 @@ class Layout:
     def is_slot(self) -> Tensor:
         """``[R]`` bool."""
         rows = self.lengths.sum()
-        return torch.zeros(int(rows), dtype=torch.bool, device=rows.device).index_fill(0, self.slot_rows.flatten(), True)
+        return torch.zeros(int(rows), dtype=torch.bool, device=rows.device).index_fill(
+            0, self.slot_rows.flatten(), True
+        )
 
     @functools.cached_property
     def token_rows(self) -> Tensor:
@@ -64,7 +67,9 @@ class Layout:
         last = self.cu_seqlens[1:].long() - 1
         # With no more tokens than `lead`, the slots stand behind the last token.
         tokens = self.lengths - self.slots
-        return torch.where((tokens <= self.lead) & (tokens > 0), last - self.slots, torch.where(tokens > 0, last, self.slot_rows[:, 0]))
+        return torch.where(
+            (tokens <= self.lead) & (tokens > 0), last - self.slots, torch.where(tokens > 0, last, self.slot_rows[:, 0])
+        )
 
     @functools.cached_property
     def slots_first(self) -> Tensor:
@@ -116,6 +121,3 @@ def next_token_labels(labels: Tensor, cu_seqlens: Tensor, ignore: int = -100) ->
     shifted = pad_rows(labels[1:], (0, 1), value=ignore)
     ends = cu_seqlens[1:].long() - 1
     return shifted.index_fill(0, ends[ends >= 0], ignore)
-
-
-__all__ = ["Layout", "next_token_labels", "pack"]

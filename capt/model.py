@@ -37,10 +37,11 @@ class Adapter(nn.Module):
 
 
 class CaptModel(nn.Module):
-    """A frozen base with one or more capsule adapters, one of them active. Made by :func:`get_capt_model` or :meth:`from_pretrained`.
+    """A frozen base with capsule adapters, one active. Made by :func:`get_capt_model` or :meth:`from_pretrained`.
 
     Args:
-        base: a transformers model of a supported family. Its parameters are frozen in place; :meth:`unload` undoes that.
+        base: a transformers model of a supported family. Its parameters are frozen in place; :meth:`unload` undoes
+            that.
         config: of the first adapter.
         adapter_name: of the first adapter.
 
@@ -128,8 +129,8 @@ class CaptModel(nn.Module):
             NotImplementedError: always; the message says why.
         """
         raise NotImplementedError(
-            "a capsule cannot be merged into the base's weights: it is a row of the sequence that depends on the input's "
-            "own mean. unload() returns the base without it"
+            "a capsule cannot be merged into the base's weights: it is a row of the sequence that depends on the "
+            "input's own mean. unload() returns the base without it"
         )
 
     # --- running ----------------------------------------------------------------------------------------------------
@@ -164,8 +165,8 @@ class CaptModel(nn.Module):
         Args:
             input_ids: ``[B, T]``, or inputs_embeds: ``[B, T, D]``; exactly one of the two.
             attention_mask: ``[B, T]``, 1 = real, padding on any side, holes allowed; None: all real.
-            labels: ``[B, T]`` next-token labels (-100 = none) for CAUSAL_LM, ``[B]`` class ids for SEQ_CLS, decoder labels
-                for SEQ_2_SEQ_LM.
+            labels: CAUSAL_LM: ``[B, T]`` next-token labels, -100 = none. SEQ_CLS: ``[B]`` class ids. SEQ_2_SEQ_LM: the
+                decoder's labels.
             pool_mask: ``[B, T]``: tokens that may enter the mean. None: every real token; with CAUSAL_LM labels, those
                 without a label, since a mean over the answer would tell it to every position.
             adapter_names: one adapter a sequence, in place of the active one; their configs must be equal.
@@ -186,7 +187,9 @@ class CaptModel(nn.Module):
         decoder = {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
         decoder = {name: value for name, value in decoder.items() if value is not None}
         if decoder and not self._backbone.is_encoder_decoder:
-            raise ValueError(f"{', '.join(decoder)} given to {type(self.base).__name__}, which has no decoder of its own")
+            raise ValueError(
+                f"{', '.join(decoder)} given to {type(self.base).__name__}, which has no decoder of its own"
+            )
         inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
         inputs = {name: value for name, value in inputs.items() if value is not None}
         if not self._enabled:
@@ -212,7 +215,9 @@ class CaptModel(nn.Module):
         chosen = [self._adapter(name) for name in unique]
         for name, adapter in zip(unique, chosen, strict=True):
             if adapter.config != chosen[0].config:
-                raise ValueError(f"adapters mixed in one batch must have equal configs; {unique[0]!r} and {name!r} differ")
+                raise ValueError(
+                    f"adapters mixed in one batch must have equal configs; {unique[0]!r} and {name!r} differ"
+                )
         index = torch.tensor([unique.index(name) for name in names])
         return chosen, index.to(chosen[0].capsules.vectors.device)
 
@@ -251,11 +256,12 @@ class CaptModel(nn.Module):
             NotImplementedError: always.
         """
         raise NotImplementedError(
-            "generate() with a capsule is not implemented yet: the slot has to be computed once from the prompt and kept in the "
-            "cache. Classify with label words, or generate with the bare base inside disable_adapter() through model.base"
+            "generate() with a capsule is not implemented yet: the slot has to be computed once from the prompt and "
+            "kept in the cache. Classify with label words, or generate with the bare base: model.base.generate()"
         )
 
-    # --- what transformers and accelerate ask of a model ---------------------------------------------------------------
+    # --- what transformers and accelerate ask of a model
+    # ---------------------------------------------------------------
 
     @property
     def config(self) -> Any:
@@ -274,7 +280,7 @@ class CaptModel(nn.Module):
         return self.base.get_input_embeddings()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """The base's layers recompute themselves in backward; slots are written outside of them and are not recomputed."""
+        """The base's layers recompute themselves in backward; slots are written outside of them and are kept."""
         self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
 
     def gradient_checkpointing_disable(self) -> None:
@@ -293,7 +299,7 @@ class CaptModel(nn.Module):
     # --- files ------------------------------------------------------------------------------------------------------
 
     def save_pretrained(self, directory: str | Path, **_: Any) -> None:
-        """Writes the active adapter: ``adapter_config.json`` and ``adapter_model.safetensors``, no weight of the base."""
+        """Writes the active adapter: ``adapter_config.json`` and ``adapter_model.safetensors``, nothing of the base."""
         adapter = self._adapter(self.active_adapter)
         saving.save(Path(directory), adapter.config, adapter.state_dict(), self._backbone)
 
@@ -314,7 +320,10 @@ class CaptModel(nn.Module):
         return model
 
     def load_adapter(self, directory: str | Path, adapter_name: str, is_trainable: bool = False) -> None:
-        """Adds an adapter from a folder or a hub id; with ``is_trainable`` it becomes the active one. Errors as :meth:`from_pretrained`."""
+        """Adds an adapter from a folder or a hub id; with ``is_trainable`` it becomes the active one.
+
+        Errors as :meth:`from_pretrained`.
+        """
         config, tensors = saving.load(directory, self._backbone)
         self.add_adapter(adapter_name, config)
         try:

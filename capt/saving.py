@@ -37,7 +37,9 @@ def save(directory: Path, config: CaptConfig, tensors: dict[str, Tensor], backbo
     directory.mkdir(parents=True, exist_ok=True)
     fields = {"peft_type": PEFT_TYPE, **config.to_dict(), **_base_facts(backbone)}
     with tempfile.TemporaryDirectory(dir=directory) as aside:
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, Path(aside, WEIGHTS_FILE), {"format": "pt"})
+        save_file(
+            {k: v.detach().cpu().contiguous() for k, v in tensors.items()}, Path(aside, WEIGHTS_FILE), {"format": "pt"}
+        )
         Path(aside, CONFIG_FILE).write_text(json.dumps(fields, indent=2) + "\n")
         for name in (WEIGHTS_FILE, CONFIG_FILE):
             os.replace(Path(aside, name), directory / name)
@@ -80,7 +82,9 @@ def _folder(source: str | Path) -> Path:
         try:
             directory = Path(snapshot_download(source, allow_patterns=[CONFIG_FILE, WEIGHTS_FILE]))
         except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
-            raise ValueError(f"{source} is neither a folder nor a hub repository that can be reached ({error})") from None
+            raise ValueError(
+                f"{source} is neither a folder nor a hub repository that can be reached ({error})"
+            ) from None
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
             raise ValueError(f"{directory} holds no {name}")

@@ -3,7 +3,22 @@
 Every function takes ``backend="auto" | "reference" | "cpu" | "triton"``; :func:`backends` tells which this machine has.
 """
 
+from .attention import capsule_attention, t5_bias_table
 from .backends import backends
 from .capsule import add_rms_norm, capsule_prepend, capsule_refresh
+from .glu import gated_activation
+from .packing import pack, unpack
+from .rotary import apply_rotary
 
-__all__ = ["add_rms_norm", "backends", "capsule_prepend", "capsule_refresh"]
+__all__ = [
+    "add_rms_norm",
+    "apply_rotary",
+    "backends",
+    "capsule_attention",
+    "capsule_prepend",
+    "capsule_refresh",
+    "gated_activation",
+    "pack",
+    "t5_bias_table",
+    "unpack",
+]

@@ -8,9 +8,11 @@ Nothing here imports a backend that is not asked for, so ``import capt_kernels``
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
-from typing import NamedTuple
+import sys
+from typing import Any, NamedTuple
 
 import torch
 
@@ -98,3 +100,20 @@ def resolve(name: str, device: torch.device) -> str:
     if device.type not in serves:
         raise ValueError(f"backend {name!r} serves tensors on {' or '.join(serves)}, got a tensor on {device}")
     return name
+
+
+@torch.compiler.assume_constant_result
+def _load_triton(room: str) -> bool:
+    """Imports a room's Triton file, which registers its kernels; True when they run in the interpreter.
+
+    Apart from :func:`kernels`, since torch.compile traces no import by name.
+    """
+    importlib.import_module(f"{__package__}.{room}.triton")
+    return interpreted()
+
+
+def kernels(room: str, backend: str) -> Any:
+    """Where the kernels of a fused backend live: the dispatcher's ops, or the room's Triton file when interpreted."""
+    if backend == "triton" and _load_triton(room):
+        return sys.modules[f"{__package__}.{room}.triton"]
+    return torch.ops.capt_kernels

@@ -44,7 +44,7 @@ _LIBRARY.define(
 
 # The transpose of the rotation is its backward, so one op serves both; a tensor that is None comes back empty.
 # q, k [R, H, d] with cos, sin [R, d], or [B, T, H, d] with [B, T, d].
-_LIBRARY.define("rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool transposed) -> (Tensor q, Tensor k)")
+_LIBRARY.define("rotary(Tensor? q, Tensor? k, Tensor cos, Tensor sin, bool transposed) -> (Tensor, Tensor)")
 # gate, up [..., F]; kind is "silu", "gelu", "gelu_tanh" or "relu".
 _LIBRARY.define("gated_activation(Tensor gate, Tensor up, str kind) -> Tensor")
 _LIBRARY.define(
@@ -113,7 +113,8 @@ def _(grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, l
 
 @torch.library.register_fake("capt_kernels::rotary")
 def _(q, k, cos, sin, transposed):
-    return tuple(cos.new_empty(0) if heads is None else heads.new_empty(heads.shape) for heads in (q, k))
+    given = k if q is None else q
+    return tuple(given.new_empty(0 if heads is None else heads.shape) for heads in (q, k))
 
 
 @torch.library.register_fake("capt_kernels::gated_activation")

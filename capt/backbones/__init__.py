@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from transformers import PreTrainedModel
 
 from .decoder import DecoderBackbone
 from .t5 import T5EncoderBackbone
 
 #: model_type of a base's config -> the backbone that runs it.
-BACKBONES = {
+BACKBONES: dict[str, Any] = {
     "llama": DecoderBackbone,
     "mistral": DecoderBackbone,
     "qwen2": DecoderBackbone,

@@ -1,10 +1,11 @@
-"""Llama, Mistral, Qwen2 and Qwen3: pre-norm decoders with rotary positions, causal, some layers with a sliding window."""
+"""Llama, Mistral, Qwen2 and Qwen3: pre-norm causal decoders with rotary positions, some with sliding windows."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -15,7 +16,7 @@ from ..layout import Layout
 class DecoderContext:
     """What the layers of one forward share while the layout stays the same."""
 
-    masks: dict[str, Tensor | None]
+    masks: dict[str, Any]
     position_ids: Tensor
     rotary: tuple[Tensor, Tensor]
 
@@ -30,7 +31,7 @@ class DecoderBackbone:
     is_encoder_decoder = False
 
     def __init__(self, base: PreTrainedModel):
-        self.stack: nn.Module = base.base_model
+        self.stack: Any = base.base_model
         self.config = self.stack.config
         self.num_layers: int = self.config.num_hidden_layers
         self.width: int = self.config.hidden_size

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
@@ -17,7 +18,7 @@ from ..layout import Layout
 class T5Context:
     """What the blocks of one forward share while the layout stays the same."""
 
-    mask: Tensor | None
+    mask: Any
     position_bias: Tensor
 
 
@@ -31,7 +32,8 @@ class T5EncoderBackbone:
     is_encoder_decoder = True
 
     def __init__(self, base: PreTrainedModel):
-        self.stack: nn.Module = base.base_model.encoder
+        model: Any = base.base_model
+        self.stack: Any = model.encoder
         self.config = self.stack.config
         self.num_layers: int = self.config.num_layers
         self.width: int = self.config.d_model
@@ -69,5 +71,3 @@ class T5EncoderBackbone:
     def finish(self, rows: Tensor) -> Tensor:
         """The norm and dropout behind the last block."""
         return self.stack.dropout(self.stack.final_layer_norm(rows))
-
-

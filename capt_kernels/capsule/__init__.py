@@ -6,32 +6,20 @@ Each public function validates, then hands over to a backend: ``reference`` (pla
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..backends import interpreted, resolve
+from ..backends import kernels, resolve
 from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
 from . import fused, reference
-
-
-@functools.cache
-def _kernels(backend: str) -> Any:
-    """Where the kernels of a fused backend live: the dispatcher's ops, once what registers them is loaded."""
-    if backend == "triton":
-        from . import triton
-
-        if interpreted():
-            return triton
-    return torch.ops.capt_kernels
 
 
 def _run(backend: str, op: str, device: torch.device, *arguments):
     name = resolve(backend, device)
     if name == "reference":
         return getattr(reference, op)(*arguments)
-    return getattr(fused, op)(_kernels(name), *arguments)
+    return getattr(fused, op)(kernels("capsule", name), *arguments)
 
 
 def _rows_and_prompt(
@@ -43,20 +31,27 @@ def _rows_and_prompt(
     """
     check_floating(name, hidden)
     check_floating("prompt", prompt)
-    check_same_device(name, hidden, [("prompt", prompt), ("mask", mask), ("cu_seqlens", cu_seqlens), ("pool_mask", pool_mask)])
+    check_same_device(
+        name, hidden, [("prompt", prompt), ("mask", mask), ("cu_seqlens", cu_seqlens), ("pool_mask", pool_mask)]
+    )
     if isinstance(lead, bool) or not isinstance(lead, int) or lead < 0:
         raise ValueError(f"lead must be a non-negative int, got {lead!r}")
     packed = cu_seqlens is not None
     if packed and mask is not None:
-        raise ValueError("mask and cu_seqlens were both given: a packed call holds no padding, so it takes cu_seqlens alone")
+        raise ValueError(
+            "mask and cu_seqlens were both given: a packed call holds no padding, so it takes cu_seqlens alone"
+        )
     if hidden.dim() != (2 if packed else 3):
         wanted = "[R, D] with cu_seqlens" if packed else "[B, T, D] without cu_seqlens"
         raise ValueError(f"{name} must have shape {wanted}, got {tuple(hidden.shape)}")
     if lead and not packed:
-        raise ValueError(f"lead counts real rows, so it wants a packed call (cu_seqlens), got lead={lead} with {name} padded")
+        raise ValueError(
+            f"lead counts real rows, so it wants a packed call (cu_seqlens), got lead={lead} with {name} padded"
+        )
     if prompt.dim() not in (1, 2, 3) or prompt.shape[-1] != hidden.shape[-1]:
         raise ValueError(
-            f"prompt must have shape [D], [K, D] or [B, K, D] with D = {hidden.shape[-1]} as {name} has, got {tuple(prompt.shape)}"
+            f"prompt must have shape [D], [K, D] or [B, K, D] with D = {hidden.shape[-1]} as {name} has, "
+            f"got {tuple(prompt.shape)}"
         )
     if packed:
         cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, hidden.shape[0])
@@ -70,7 +65,9 @@ def _rows_and_prompt(
     if slots == 0:
         raise ValueError("prompt must hold at least one slot, got K = 0")
     if held and not packed and hidden.shape[1] < slots:
-        raise ValueError(f"{name} must hold the {slots} slots of prompt in front, got {hidden.shape[1]} rows a sequence")
+        raise ValueError(
+            f"{name} must hold the {slots} slots of prompt in front, got {hidden.shape[1]} rows a sequence"
+        )
 
     if packed:
         if pool_mask is not None:
@@ -97,18 +94,20 @@ def capsule_prepend(
     pool: bool = True,
     backend: str = "auto",
 ) -> Tensor:
-    """Puts K capsule slots in front of every sequence: ``S = prompt + pool(hidden)`` (CaPT, arXiv 2510.16670, Eq. 2, layer 1).
+    """Puts K capsule slots in front of every sequence: ``S = prompt + pool(hidden)`` (CaPT, Eq. 2, layer 1).
 
     The pool is the mean of a sequence's real rows; with K slots, their adaptive mean pool into K pieces. Sums are in
     fp32 (fp64 for fp64 input). An empty pool gives ``S = prompt``. Padding rows are carried through and never pooled.
 
     Args:
         hidden: ``[B, T, D]`` padded, or ``[R, D]`` packed. fp32, fp16, bf16 or fp64.
-        prompt: ``[D]``, ``[K, D]``, or ``[B, K, D]`` for one prompt a sequence. Any float dtype; its gradient has it too.
+        prompt: ``[D]``, ``[K, D]``, or ``[B, K, D]`` for one prompt a sequence. Any float dtype; its gradient has it
+            too.
         mask: ``[B, T]``, padded calls only: 1 = real. Bool, integer or float of 0 and 1.
         cu_seqlens: ``[B+1]`` int32 offsets of a packed call. Rows past the last one are carried through behind.
         pool_mask: ``[B, T]`` or ``[R]``: narrows the pool further; ANDed with ``mask``.
-        lead: real rows that stay in front of the slots (packed calls); a shorter sequence has its slots behind what it has.
+        lead: real rows that stay in front of the slots (packed calls); a shorter sequence has its slots behind what
+            it has.
         pool: False leaves the mean out: ``S = prompt``.
         backend: "auto", "reference", "cpu" or "triton".
 
@@ -116,9 +115,12 @@ def capsule_prepend(
         ``[B, K+T, D]``, or ``[R + B*K, D]`` whose offsets are ``cu_seqlens + K * arange(B + 1)``. dtype of ``hidden``.
 
     Raises:
-        ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this machine.
+        ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this
+            machine.
     """
-    prompt, pooled, cu_seqlens = _rows_and_prompt("hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, held=False)
+    prompt, pooled, cu_seqlens = _rows_and_prompt(
+        "hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, held=False
+    )
     return _run(backend, "capsule_prepend", hidden.device, hidden, prompt, pooled, cu_seqlens, lead, bool(pool))
 
 
@@ -133,23 +135,26 @@ def capsule_refresh(
     pool: bool = True,
     backend: str = "auto",
 ) -> Tensor:
-    """Overwrites the K slots that ``hidden`` holds: ``S = prompt + pool(slots ++ real rows)`` (CaPT, Eq. 2, layers 2..N).
+    """Overwrites the K slots ``hidden`` holds: ``S = prompt + pool(slots ++ real rows)`` (CaPT, Eq. 2, layers 2..N).
 
     Out of place. The old slots always pool, in front of the real rows; the divisor is n + K. Arguments as
     :func:`capsule_prepend`, except:
 
     Args:
-        hidden: ``[B, K+T, D]`` with the slots in rows 0..K-1, or ``[R, D]`` with them behind ``lead`` rows of each sequence.
-            A packed sequence with fewer than K rows holds no slots and is carried through.
+        hidden: ``[B, K+T, D]`` with the slots in rows 0..K-1, or ``[R, D]`` with them behind ``lead`` rows of each
+            sequence. A packed sequence with fewer than K rows holds no slots and is carried through.
         mask, pool_mask: cover the T tokens of a padded call; a packed ``pool_mask [R]`` is ignored at slot rows.
 
     Returns:
         A tensor of the shape and dtype of ``hidden``.
 
     Raises:
-        ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this machine.
+        ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this
+            machine.
     """
-    prompt, pooled, cu_seqlens = _rows_and_prompt("hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, held=True)
+    prompt, pooled, cu_seqlens = _rows_and_prompt(
+        "hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, held=True
+    )
     return _run(backend, "capsule_refresh", hidden.device, hidden, prompt, pooled, cu_seqlens, lead, bool(pool))
 
 
@@ -184,7 +189,8 @@ def add_rms_norm(
         ``(normed, residual_out)``, both of the shape and dtype of ``residual``; ``residual_out`` is x.
 
     Raises:
-        ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this machine.
+        ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this
+            machine.
     """
     check_floating("residual", residual)
     check_floating("weight", weight)
@@ -198,13 +204,28 @@ def add_rms_norm(
             raise ValueError(f"branch must have residual's dtype {residual.dtype}, got {branch.dtype}")
     pooled = None
     if prompt is not None:
-        prompt, pooled, cu_seqlens = _rows_and_prompt("residual", residual, prompt, mask, cu_seqlens, pool_mask, lead, held=True)
+        prompt, pooled, cu_seqlens = _rows_and_prompt(
+            "residual", residual, prompt, mask, cu_seqlens, pool_mask, lead, held=True
+        )
     else:
         # Without a prompt there is no slot, and nothing that these would say.
         for name, given in (("mask", mask), ("cu_seqlens", cu_seqlens), ("pool_mask", pool_mask)):
             if given is not None:
                 raise ValueError(f"{name} tells where a prompt's slots are, got it without a prompt")
-    return _run(backend, "add_rms_norm", residual.device, branch, residual, weight, float(eps), prompt, pooled, cu_seqlens, lead, bool(pool))
+    return _run(
+        backend,
+        "add_rms_norm",
+        residual.device,
+        branch,
+        residual,
+        weight,
+        float(eps),
+        prompt,
+        pooled,
+        cu_seqlens,
+        lead,
+        bool(pool),
+    )
 
 
 __all__ = ["add_rms_norm", "capsule_prepend", "capsule_refresh"]

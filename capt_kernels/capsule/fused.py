@@ -30,7 +30,9 @@ class _Overwrite(torch.autograd.Function):
     def backward(ctx, grad):
         pooled, cu_seqlens = ctx.saved_tensors
         need_hidden, need_prompt = ctx.needs_input_grad[2:4]
-        grad_hidden, grad_slots = ctx.backward_kernel(grad, ctx.slots, pooled, cu_seqlens, ctx.lead, ctx.pool, need_hidden)
+        grad_hidden, grad_slots = ctx.backward_kernel(
+            grad, ctx.slots, pooled, cu_seqlens, ctx.lead, ctx.pool, need_hidden
+        )
         return (
             None,
             None,
@@ -48,7 +50,9 @@ class _AddRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, kernels, branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool):
-        normed, total, rstd = kernels.add_rms_norm(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool)
+        normed, total, rstd = kernels.add_rms_norm(
+            branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool
+        )
         if branch is None and prompt is None:
             total = residual.view_as(residual)
         ctx.save_for_backward(total, weight, rstd, pooled, cu_seqlens)

@@ -3,8 +3,8 @@
 The pool is a matrix. For sequence b and slot k, row r of the batch has the weight 1/count when r lies in bin k of the
 pooled rows of b, else 0; then the paper's Eq. 2 reads ``S = p + W @ H``. With one slot the bin is every pooled row.
 
-Arguments are what :mod:`capt_kernels.capsule` has checked: ``prompt [B, K, D]``; ``pooled`` a bool mask of the rows that
-may enter the pool, ``[B, T]`` padded or ``[R]`` packed, or None; ``cu_seqlens`` int32 or None for a padded call.
+Arguments are what :mod:`capt_kernels.capsule` has checked: ``prompt [B, K, D]``; ``pooled`` a bool mask of the rows
+that may enter the pool, ``[B, T]`` padded or ``[R]`` packed, or None; ``cu_seqlens`` int32 or None for a padded call.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _apply(weights: Tensor, hidden: Tensor) -> Tensor:
 
 
 def _locate(cu_seqlens: Tensor, rows: int, slots: int, lead: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each row of a packed batch that holds its slots: the sequence, the slot (0 .. slots-1 in a slot's row), whether it is a slot.
+    """For each row of a packed batch that holds its slots: its sequence, its slot (if 0 .. slots-1), whether it is one.
 
     A sequence too short to hold its slots has none. Rows past the last offset count as part of sequence B.
     """

@@ -1,7 +1,7 @@
 """CaPT as a loop over samples, without padding, on transformers' own forward: what the wrapper must equal.
 
-Slots are put into ``inputs_embeds`` and overwritten by hooks in front of each layer, so that nothing of the library takes part
-but the numbers of its vectors. A base is cut in two where the first prompted layer is not layer 0.
+Slots are put into ``inputs_embeds`` and overwritten by hooks in front of each layer, so that nothing of the library
+takes part but the numbers of its vectors. A base is cut in two where the first prompted layer is not layer 0.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ FAMILIES = {
     ),
     "qwen3": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, head_dim=8)),
     "t5": lambda: T5ForConditionalGeneration(T5Config(**T5_SMALL)),
-    "flan-t5": lambda: T5ForConditionalGeneration(T5Config(**T5_SMALL, feed_forward_proj="gated-gelu", tie_word_embeddings=False)),
+    "flan-t5": lambda: T5ForConditionalGeneration(
+        T5Config(**T5_SMALL, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    ),
 }
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -68,7 +70,9 @@ def make_base(family, dtype=torch.float64):
     base = FAMILIES[family]().to(dtype).eval()
     for name, p in base.named_parameters():
         if p.dim() > 1:
-            p.data = torch.randn_like(p) * (1.0 if "embed" in name or "shared" in name or "relative" in name else p.shape[-1] ** -0.5)
+            p.data = torch.randn_like(p) * (
+                1.0 if "embed" in name or "shared" in name or "relative" in name else p.shape[-1] ** -0.5
+            )
     base.tie_weights()
     return base
 
@@ -83,7 +87,10 @@ def randomise(model):
 def batch_of(lengths, side="right", vocabulary=61, longest=None):
     """Token ids and mask of sequences of these lengths; ``"holes"`` scatters the padding."""
     longest = longest or max(lengths)
-    ids, mask = torch.zeros(len(lengths), longest, dtype=torch.long), torch.zeros(len(lengths), longest, dtype=torch.long)
+    ids, mask = (
+        torch.zeros(len(lengths), longest, dtype=torch.long),
+        torch.zeros(len(lengths), longest, dtype=torch.long),
+    )
     for row, n in enumerate(lengths):
         places = torch.arange(n) if side == "right" else torch.arange(longest - n, longest)
         if side == "holes":
@@ -104,7 +111,11 @@ def slot_values(config, p, old, tokens, member):
     if config.variant == "extraction":
         # Centre the odd kernel on every row, zeros beyond the ends.
         taps = p["conv_weight"][:, None]
-        pooled = conv1d(pooled.T[None], taps, p["conv_bias"], padding=taps.shape[-1] // 2, groups=len(taps))[0].T if len(pooled) else pooled
+        pooled = (
+            conv1d(pooled.T[None], taps, p["conv_bias"], padding=taps.shape[-1] // 2, groups=len(taps))[0].T
+            if len(pooled)
+            else pooled
+        )
     rows = pooled if first else torch.cat([old, pooled])
     mean = _pool(rows, config.length)
     with_mean = config.instance and (config.first_mean or not first)
@@ -136,7 +147,7 @@ def _part(stack, layers, last):
 
 
 def run_sample(base, config, adapter, tokens, member):
-    """One sequence of embeddings ``[n, D]`` through the stack: processed slots and tokens, ``[S, D]`` and ``[n, D]``."""
+    """One sequence of embeddings ``[n, D]`` through the stack: processed slots ``[S, D]``, tokens ``[n, D]``."""
     stack = base.encoder if hasattr(base, "encoder") else base.model
     t5 = hasattr(stack, "block")
     total = len(stack.block if t5 else stack.layers)
@@ -188,7 +199,11 @@ class _relative_bias:
     """Lets the first block of a part compute T5's bias at the positions ``places``, with the stack's own table."""
 
     def __init__(self, stack, kept, places):
-        self.attention, self.owner, self.places = kept[0].layer[0].SelfAttention, stack.block[0].layer[0].SelfAttention, places
+        self.attention, self.owner, self.places = (
+            kept[0].layer[0].SelfAttention,
+            stack.block[0].layer[0].SelfAttention,
+            places,
+        )
 
     def __enter__(self):
         owner, places = self.owner, self.places

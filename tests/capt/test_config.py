@@ -62,11 +62,15 @@ def test_fields_that_do_not_fit(fields, message):
 
 
 def test_unknown_fields_are_named():
-    with pytest.raises(ValueError, match="CaptConfig has no field lenght; it has base_model_name_or_path, depth, expose_slot"):
+    with pytest.raises(
+        ValueError, match="CaptConfig has no field lenght; it has base_model_name_or_path, depth, expose_slot"
+    ):
         CaptConfig.from_dict({"lenght": 2})
 
 
-@pytest.mark.parametrize("config", [CaptConfig(), CaptConfig(depth=[0, 2], label_words=[3, 4], variant="prepending", length=2)])
+@pytest.mark.parametrize(
+    "config", [CaptConfig(), CaptConfig(depth=[0, 2], label_words=[3, 4], variant="prepending", length=2)]
+)
 def test_json_round_trip(config):
     assert CaptConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
     assert config.slots == (4 if config.variant == "prepending" else 1)

@@ -128,7 +128,9 @@ def test_the_last_token_is_pooled_whatever_the_padding():
     torch.testing.assert_close(rows[0], rows[1], rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(("kind", "config"), [(LlamaForSequenceClassification, LlamaConfig), (Qwen2ForSequenceClassification, Qwen2Config)])
+@pytest.mark.parametrize(
+    ("kind", "config"), [(LlamaForSequenceClassification, LlamaConfig), (Qwen2ForSequenceClassification, Qwen2Config)]
+)
 def test_ids_and_embeddings_agree_even_where_a_real_token_is_the_pad(kind, config):
     model = classifier(kind, config)
     ids, mask = batch_of((4, 6), "right")
@@ -160,7 +162,8 @@ def test_label_words_are_the_columns_of_the_language_model(family, capsys):
     got = model(input_ids=ids, attention_mask=mask, labels=labels)
     language = copy.deepcopy(model)
     language.adapters["default"].config = CaptConfig.from_dict(
-        model.capt_config.to_dict() | {"label_words": None, "task_type": "CAUSAL_LM" if family == "llama" else "SEQ_2_SEQ_LM"}
+        model.capt_config.to_dict()
+        | {"label_words": None, "task_type": "CAUSAL_LM" if family == "llama" else "SEQ_2_SEQ_LM"}
     )
     start = {"decoder_input_ids": torch.zeros(2, 1, dtype=torch.long)} if family == "t5" else {}
     full = language(input_ids=ids, attention_mask=mask, **start).logits[:, -1]
@@ -192,7 +195,8 @@ def test_t5_for_sequence_classification():
     torch.testing.assert_close(alone.logits, want, rtol=1e-9, atol=1e-9)
 
 
-# --- language models ----------------------------------------------------------------------------------------------------
+# --- language models
+# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_a_language_model_is_a_shift_over_its_own_tokens():
@@ -256,7 +260,8 @@ def test_dropout_acts_in_training_only():
     assert not torch.equal(one, two)
 
 
-# --- dtypes and training --------------------------------------------------------------------------------------------------
+# --- dtypes and training
+# --------------------------------------------------------------------------------------------------
 
 
 def test_vectors_and_their_gradients_stay_fp32_on_a_bf16_base():
@@ -315,12 +320,16 @@ def test_sizes_of_the_paper():
             vectors = sum(p.numel() for p in Capsules(CaptConfig(), layers, width).parameters())
             assert vectors == layers * width
             assert round(100 * vectors / total, 3) == percent
-        t5_base = {v: sum(p.numel() for p in Capsules(CaptConfig(variant=v), 12, 768).parameters()) for v in ("extraction", "projection")}
+        t5_base = {
+            v: sum(p.numel() for p in Capsules(CaptConfig(variant=v), 12, 768).parameters())
+            for v in ("extraction", "projection")
+        }
     assert round(100 * t5_base["extraction"] / 222_903_552, 2) == 0.03
     assert round(100 * t5_base["projection"] / 222_903_552, 2) == 0.07
 
 
-# --- adapters ------------------------------------------------------------------------------------------------------------
+# --- adapters
+# ------------------------------------------------------------------------------------------------------------
 
 
 def test_disabling_is_the_base_bit_for_bit_and_ends_however_it_is_left():
@@ -328,7 +337,9 @@ def test_disabling_is_the_base_bit_for_bit_and_ends_however_it_is_left():
     ids, mask = batch_of((4, 6), "right")
     before = model(input_ids=ids, attention_mask=mask).logits
     with model.disable_adapter():
-        assert torch.equal(model(input_ids=ids, attention_mask=mask).logits, model.base(input_ids=ids, attention_mask=mask).logits)
+        assert torch.equal(
+            model(input_ids=ids, attention_mask=mask).logits, model.base(input_ids=ids, attention_mask=mask).logits
+        )
         with model.disable_adapter():
             pass
         assert torch.equal(model(input_ids=ids).logits, model.base(input_ids=ids).logits)
@@ -403,12 +414,16 @@ def test_unloading_gives_the_base_back_and_merging_says_why_not():
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in base.modules())
 
 
-# --- bad input -------------------------------------------------------------------------------------------------------------
+# --- bad input
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_bases_that_do_not_fit():
     with pytest.raises(NotImplementedError, match="model_type 'bert' are not supported; supported: llama"):
-        get_capt_model(BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)), CaptConfig())
+        get_capt_model(
+            BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)),
+            CaptConfig(),
+        )
     with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
         get_capt_model(torch.nn.Linear(2, 2), CaptConfig())
     with pytest.raises(ValueError, match="CaptConfig, got dict"):

@@ -1,4 +1,4 @@
-"""capsule_prepend, capsule_refresh and add_rms_norm against the fp64 oracle: every backend, dtype, size, layout and option."""
+"""capsule_prepend, capsule_refresh and add_rms_norm against the fp64 oracle: every backend, dtype, size and option."""
 
 from __future__ import annotations
 
@@ -31,11 +31,15 @@ class Case:
     branch: bool = True
 
     def __str__(self):
-        return "-".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)).replace(" ", "") or "default"
+        return (
+            "-".join(f"{k}={v}" for k, v in vars(self).items() if v != getattr(Case(), k)).replace(" ", "") or "default"
+        )
 
 
 WIDTHS = [Case(width=d, layout=layout) for d in (1, 3, 80, 96, 769) for layout in ("packed", "left", "right")]
-LENGTHS = [Case(lengths=(t, 2), layout=layout) for t in (0, 1, 2, 15, 16, 17, 127, 513) for layout in ("packed", "right")]
+LENGTHS = [
+    Case(lengths=(t, 2), layout=layout) for t in (0, 1, 2, 15, 16, 17, 127, 513) for layout in ("packed", "right")
+]
 OPTIONS = [
     Case(layout="left"),
     Case(layout="holes", pool_mask=True),
@@ -104,7 +108,11 @@ def call(op, tensors, options, backend):
     if op != "add_rms_norm":
         return [getattr(ck, op)(tensors["hidden"], tensors["prompt"], backend=backend, **options)]
     t = tensors
-    return list(ck.add_rms_norm(t["branch"], t["hidden"], t["weight"], oracle.EPS, prompt=t["prompt"], backend=backend, **options))
+    return list(
+        ck.add_rms_norm(
+            t["branch"], t["hidden"], t["weight"], oracle.EPS, prompt=t["prompt"], backend=backend, **options
+        )
+    )
 
 
 def truth(op, tensors, options, where):
@@ -162,7 +170,9 @@ def test_equals_the_oracle(op, case, backend, device):
 
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("case", [OPTIONS[2], OPTIONS[6], Case(width=96, layout="left"), Case(width=80, lead=1)], ids=str)
+@pytest.mark.parametrize(
+    "case", [OPTIONS[2], OPTIONS[6], Case(width=96, layout="left"), Case(width=80, lead=1)], ids=str
+)
 @pytest.mark.parametrize("op", OPS)
 def test_other_dtypes(op, case, dtype, backend, device):
     if backend == "triton" and dtype == torch.float64:
@@ -170,14 +180,18 @@ def test_other_dtypes(op, case, dtype, backend, device):
     compare(op, case, dtype, backend, device)
 
 
-@pytest.mark.parametrize("case", [Case(width=3, lead=1, slots=2), Case(width=2, layout="left", slots=2, lengths=(3, 0, 4))], ids=str)
+@pytest.mark.parametrize(
+    "case", [Case(width=3, lead=1, slots=2), Case(width=2, layout="left", slots=2, lengths=(3, 0, 4))], ids=str
+)
 @pytest.mark.parametrize("op", OPS)
 def test_gradcheck(op, case, backend):
     if backend == "triton":
         pytest.skip("gradcheck needs fp64: the reference and C++ backends")
     tensors, options, _ = make(case, op, torch.float64, prompt_dtype=torch.float64)
     names = list(tensors)
-    assert torch.autograd.gradcheck(lambda *v: tuple(call(op, dict(zip(names, v, strict=True)), options, backend)), tuple(tensors.values()))
+    assert torch.autograd.gradcheck(
+        lambda *v: tuple(call(op, dict(zip(names, v, strict=True)), options, backend)), tuple(tensors.values())
+    )
 
 
 def strided(tensor, kind):
@@ -377,7 +391,9 @@ def test_the_saved_output_of_another_op(backend, device):
 def test_lead_with_fewer_real_rows(backend, device):
     rows = torch.tensor([[1.0], [2], [3], [4]], device=device)
     cu_seqlens = torch.tensor([0, 1, 1, 4], device=device)
-    out = ck.capsule_prepend(rows, torch.tensor([9.0], device=device), cu_seqlens=cu_seqlens, lead=2, pool=False, backend=backend)
+    out = ck.capsule_prepend(
+        rows, torch.tensor([9.0], device=device), cu_seqlens=cu_seqlens, lead=2, pool=False, backend=backend
+    )
     assert out.flatten().tolist() == [1, 9, 9, 2, 3, 9, 4]
 
 
@@ -423,7 +439,7 @@ def test_opcheck(op, view, backend, device):
         pytest.skip("plain Python: nothing is registered with the dispatcher")
     namespace = torch.ops.capt_kernels
     for case in (Case(width=8, layout="right", slots=2), Case(width=8, lead=1)):
-        tensors, options, (pooled, cu_seqlens) = make(case, op, torch.float32, device)
+        tensors, _, (pooled, cu_seqlens) = make(case, op, torch.float32, device)
         values = {k: strided(v.detach(), view) for k, v in tensors.items()}
         batch = len(case.lengths)
         mask = None if pooled is None else (pooled[:, case.slots :] if op != "capsule_prepend" else pooled)
@@ -453,16 +469,37 @@ BAD = {
     "integer prompt": (lambda f, b: f(H, PROMPT.int(), backend=b), "prompt must be float32.* got torch.int32"),
     "flat hidden": (lambda f, b: f(FLAT, PROMPT, backend=b), r"must have shape \[B, T, D\] .* \(6, 8\)"),
     "padded hidden with offsets": (lambda f, b: f(H, PROMPT, cu_seqlens=CU, backend=b), r"must have shape \[R, D\]"),
-    "mask of another shape": (lambda f, b: f(H, PROMPT, torch.ones(2, 9), backend=b), r"mask must have shape \[B, T\].*\(2, 9\)"),
-    "mask and offsets": (lambda f, b: f(FLAT, PROMPT, torch.ones(6), cu_seqlens=CU, backend=b), "mask and cu_seqlens were both given"),
-    "offsets that fall": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=torch.tensor([0, 4, 2]), backend=b), r"never fall, got \[0, 4, 2\]"),
-    "offsets that start late": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=torch.tensor([1, 4]), backend=b), "start at 0, got 1"),
-    "offsets past the rows": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=torch.tensor([0, 7]), backend=b), "6 rows given, got 7"),
-    "float offsets": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=CU.float(), backend=b), "cu_seqlens must be int32, got torch.float32"),
+    "mask of another shape": (
+        lambda f, b: f(H, PROMPT, torch.ones(2, 9), backend=b),
+        r"mask must have shape \[B, T\].*\(2, 9\)",
+    ),
+    "mask and offsets": (
+        lambda f, b: f(FLAT, PROMPT, torch.ones(6), cu_seqlens=CU, backend=b),
+        "mask and cu_seqlens were both given",
+    ),
+    "offsets that fall": (
+        lambda f, b: f(FLAT, PROMPT, cu_seqlens=torch.tensor([0, 4, 2]), backend=b),
+        r"never fall, got \[0, 4, 2\]",
+    ),
+    "offsets that start late": (
+        lambda f, b: f(FLAT, PROMPT, cu_seqlens=torch.tensor([1, 4]), backend=b),
+        "start at 0, got 1",
+    ),
+    "offsets past the rows": (
+        lambda f, b: f(FLAT, PROMPT, cu_seqlens=torch.tensor([0, 7]), backend=b),
+        "6 rows given, got 7",
+    ),
+    "float offsets": (
+        lambda f, b: f(FLAT, PROMPT, cu_seqlens=CU.float(), backend=b),
+        "cu_seqlens must be int32, got torch.float32",
+    ),
     "matrix offsets": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=CU[None], backend=b), r"shape \[B\+1\], got \(1, 3\)"),
     "negative lead": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=CU, lead=-1, backend=b), "lead must be .* got -1"),
     "padded lead": (lambda f, b: f(H, PROMPT, lead=1, backend=b), "wants a packed call .* got lead=1"),
-    "pool_mask of another shape": (lambda f, b: f(FLAT, PROMPT, cu_seqlens=CU, pool_mask=torch.ones(5), backend=b), r"pool_mask .*\(5,\)"),
+    "pool_mask of another shape": (
+        lambda f, b: f(FLAT, PROMPT, cu_seqlens=CU, pool_mask=torch.ones(5), backend=b),
+        r"pool_mask .*\(5,\)",
+    ),
     "other device": (lambda f, b: f(H, PROMPT.to("meta"), backend=b), "prompt must be on cpu .* got meta"),
 }
 

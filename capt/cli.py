@@ -1,0 +1,228 @@
+"""``capt train | evaluate | predict | demo | backends``."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from transformers import HfArgumentParser
+from transformers.utils import logging as transformers_logging
+
+from .staging import write_json
+from .tasks import Example, read_examples
+from .tasks.task import example
+from .training import Run, TrainConfig, prepare
+from .training.config import as_flags, read_config_file
+from .training.trainer import last_checkpoint
+
+
+class _Refused(Exception):
+    """Input that does not fit."""
+
+
+@contextlib.contextmanager
+def _checking() -> Iterator[None]:
+    """Around the reading of input, whose errors are the user's to put right. Elsewhere they are defects of ours."""
+    try:
+        yield
+    except (ValueError, NotImplementedError, ImportError) as error:
+        raise _Refused(str(error)) from error
+
+
+class _Parser(HfArgumentParser):
+    """An argument parser that says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
+        prog="capt", description="Capsule prompt-tuning: one trained vector a layer of a frozen language model."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
+
+    training = commands.add_parser("train", help="train an adapter", dataclass_types=TrainConfig, allow_abbrev=False)
+    training.add_argument("--config", type=Path, help="YAML or JSON file of the fields below; flags win over it")
+    training.add_argument(
+        "--resume", action="store_true", help="go on from the newest complete checkpoint in output_dir"
+    )
+    training.add_argument("--overwrite", action="store_true", help="clear away an earlier run in output_dir")
+
+    evaluation = commands.add_parser("evaluate", help="measure a trained run", allow_abbrev=False)
+    evaluation.add_argument("run", type=Path, help="output_dir of a finished training run")
+    evaluation.add_argument("--split", choices=("train", "validation", "test"), default="test")
+    evaluation.add_argument("--file", type=Path, help="labelled CSV, TSV or JSON Lines in place of the task's split")
+    evaluation.add_argument("--label-column", default="label", help="column of the label in --file")
+    evaluation.add_argument("--output", type=Path, help="JSON file to write the metrics to as well")
+    _add_reading(evaluation)
+
+    prediction = commands.add_parser("predict", help="label texts", allow_abbrev=False)
+    prediction.add_argument("run", type=Path, help="output_dir of a finished training run")
+    source = prediction.add_mutually_exclusive_group()
+    source.add_argument("--text", action="append", help="a text to label; may be repeated")
+    source.add_argument("--file", type=Path, help="CSV, TSV or JSON Lines, or any other file with one text a line")
+    prediction.add_argument(
+        "--format", choices=("tsv", "jsonl"), default="tsv", help="label and probability, or all of them"
+    )
+    _add_reading(prediction)
+
+    demo = commands.add_parser("demo", help="train on a real model and real text within minutes", allow_abbrev=False)
+    demo.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="folder for results.json")
+    demo.add_argument("--seed", type=int, default=0)
+    demo.add_argument(
+        "--quick", action="store_true", help="a few steps on a few rows: tells that it works, not how well"
+    )
+
+    commands.add_parser("backends", help="which backends this machine has")
+    return parser
+
+
+def _add_reading(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--text-column", help="column of the text in --file, for a task of one text [as in training]")
+    parser.add_argument("--batch-size", type=int, help="rows a forward pass [as in training]")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command line and returns its exit code: 0, 2 on bad input with one line on stderr, 130 on Ctrl-C."""
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    parser, given = _parser(), argparse.Namespace(command="")
+    try:
+        given = parser.parse_args(arguments)
+        if given.command == "train" and given.config is not None:
+            with _checking():
+                flags = as_flags(read_config_file(given.config))
+            given = parser.parse_args(["train", *flags, *arguments[1:]])  # in this order, so that flags win
+        return _COMMANDS[given.command](given)
+    except BrokenPipeError:  # the reader of our output left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print(f"capt: interrupted{_after_interrupt(given)}", file=sys.stderr)
+        return 130
+    except (_Refused, OSError) as error:
+        if os.environ.get("CAPT_TRACEBACK"):
+            raise
+        print(f"capt {given.command}: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _after_interrupt(given: argparse.Namespace) -> str:
+    if given.command != "train":
+        return ""
+    checkpoint = last_checkpoint(Path(given.output_dir))
+    return "; no checkpoint was made yet" if checkpoint is None else f"; {checkpoint} is whole, go on with --resume"
+
+
+def _train(given: argparse.Namespace) -> int:
+    fields = {name: value for name, value in vars(given).items() if name in TrainConfig.__dataclass_fields__}
+    with _checking():
+        training = prepare(TrainConfig(**fields), resume=given.resume, overwrite=given.overwrite)
+    results = training.run()
+    for split, metrics in results["metrics"].items():
+        print(f"{split}\t" + "\t".join(f"{name} {_shown(value)}" for name, value in metrics.items()))
+    print(f"adapter\t{results['parameters']['trainable']:,} trained parameters in {Path(given.output_dir) / 'adapter'}")
+    return 0
+
+
+def _evaluate(given: argparse.Namespace) -> int:
+    with _checking():
+        run = _load(given)
+        if given.file is not None:
+            examples = read_examples(
+                given.file, _columns(run, given.text_column), given.label_column, run.prompt.labels
+            )
+            source = str(given.file)
+        else:
+            task = run.config.load_task()
+            if task.prompt.labels != run.prompt.labels:
+                raise ValueError(f"the task has the labels {task.prompt.labels}, the run {run.prompt.labels}")
+            examples, source = list(task.splits[given.split]), f"{task.name} {given.split}"
+        rows = run.encode(examples, source)
+    metrics = run.evaluate(rows)
+    if given.output is not None:
+        write_json(given.output, {"run": str(given.run), "source": source, "metrics": metrics})
+    print("\n".join(f"{name}\t{_shown(value)}" for name, value in metrics.items()))
+    return 0
+
+
+def _predict(given: argparse.Namespace) -> int:
+    with _checking():
+        run = _load(given)
+        rows = run.encode(*_texts(given, run))
+    for probabilities in run.predict(rows):
+        label = max(probabilities, key=probabilities.__getitem__)
+        if given.format == "jsonl":
+            row = {"label": label, "probability": probabilities[label], "probabilities": probabilities}
+            print(json.dumps(row, ensure_ascii=False))
+        else:
+            print(f"{label}\t{probabilities[label]:.4f}")
+    return 0
+
+
+def _load(given: argparse.Namespace) -> Run:
+    if given.batch_size is not None and given.batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {given.batch_size}")
+    return Run.load(given.run, given.batch_size)
+
+
+def _texts(given: argparse.Namespace, run: Run) -> tuple[list[Example], str]:
+    """The texts of --text, --file or stdin, and what to call them in errors."""
+    if given.file is not None and given.file.suffix.lower() in (".csv", ".tsv", ".jsonl"):
+        return read_examples(given.file, _columns(run, given.text_column), None), str(given.file)
+    if len(run.prompt.fields) > 1:
+        raise ValueError(f"the run takes {', '.join(run.prompt.fields)}: give them as columns of a --file")
+    if given.file is not None:
+        if not given.file.is_file():
+            raise FileNotFoundError(f"{given.file}: there is no such file")
+        lines: Iterable[str] = given.file.read_text(encoding="utf-8").splitlines()
+        source = str(given.file)
+    elif given.text is not None:
+        lines, source = given.text, "--text"
+    else:
+        lines, source = sys.stdin.read().splitlines(), "stdin"
+    examples = [example({run.prompt.cut: line}, None, f"{source}, line {n}") for n, line in enumerate(lines, start=1)]
+    if not examples:
+        raise ValueError(f"{source} holds no text")
+    return examples, source
+
+
+def _columns(run: Run, text_column: str | None) -> dict[str, str]:
+    """Which column each field of the run's template comes from."""
+    fields = run.prompt.fields
+    if len(fields) > 1 and text_column is not None:
+        raise ValueError(f"--text-column does not fit a task of several texts: {', '.join(fields)}")
+    text_column = text_column or run.config.text_column
+    return {field: field for field in fields} if len(fields) > 1 or text_column is None else {fields[0]: text_column}
+
+
+def _demo(given: argparse.Namespace) -> int:
+    from .demo import Demo
+
+    with _checking():
+        demo = Demo.load(given.seed, given.quick)
+    print(demo.run(given.output_dir))
+    return 0
+
+
+def _backends(_: argparse.Namespace) -> int:
+    from capt_kernels import backends
+
+    for name, status in backends().items():
+        print(f"{name}\t{'yes' if status.available else 'no'}\t{status.reason}")
+    return 0
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
+
+
+_COMMANDS = {"train": _train, "evaluate": _evaluate, "predict": _predict, "demo": _demo, "backends": _backends}

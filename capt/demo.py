@@ -1,0 +1,193 @@
+"""``capt demo``: a capsule trained on a real model and real text, beside what it has to be measured against.
+
+SmolLM2-135M tells positive from negative film reviews by the logits of " positive" and " negative" after "Sentiment:",
+so nothing trains but one vector a layer. Every row of the table is measured when it is printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
+
+from .config import CaptConfig
+from .model import CaptModel, get_capt_model
+from .staging import write_json
+from .tasks import encode
+from .training import TrainConfig
+from .training.report import versions
+from .training.run import Rows, evaluate_rows, load_base, word_ids
+from .training.trainer import CaptTrainer
+
+#: Row of the table -> its capsule. None is the base as it is.
+METHODS: dict[str, CaptConfig | None] = {
+    "bare model": None,
+    "Deep PT-1 (no mean)": CaptConfig(instance=False),
+    "mean alone": CaptConfig(task=False),
+    "CaPT, paper": CaptConfig(),
+    "CaPT, lead=1, first_mean=False": CaptConfig(lead=1, first_mean=False),
+}
+
+_SETTINGS = {
+    "learning_rate": 3e-3,
+    "warmup_steps": 10,
+    "max_steps": 60,
+    "batch_size": 16,
+    "train_rows": 960,
+    "test_rows": 300,
+    "max_length": 128,
+}
+_QUICK = {"max_steps": 2, "train_rows": 8, "test_rows": 8, "batch_size": 4}
+
+
+@dataclass
+class Demo:
+    """The demo, its model and texts loaded and encoded."""
+
+    config: TrainConfig
+    quick: bool
+    base: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    words: list[int]
+    train_rows: Rows
+    test_rows: Rows
+
+    @classmethod
+    def load(cls, seed: int = 0, quick: bool = False, **changes: Any) -> Demo:
+        """Fetches what the cache lacks.
+
+        Args:
+            quick: a few steps on a few rows.
+            changes: fields of :class:`TrainConfig` in place of the demo's own.
+
+        Raises:
+            ValueError, OSError, ImportError: the defaults cannot be fetched or do not fit.
+        """
+        config = TrainConfig.from_dict({**_SETTINGS, **(_QUICK if quick else {}), "seed": seed, **changes})
+        task = config.load_task()
+        base, tokenizer = load_base(config.model, len(task.prompt.labels))
+        words = word_ids(task.prompt, config.classifier, base, tokenizer)
+        if words is None:
+            raise ValueError(f"the demo classifies by label words, got classifier {config.classifier!r}")
+        train_rows, test_rows = (
+            encode(task.splits[split][:limit], task.prompt, tokenizer, config.max_length - 1, f"{task.name} {split}")
+            for split, limit in (("train", config.train_rows), ("test", config.test_rows))
+        )
+        return cls(config, quick, base, tokenizer, words, train_rows, test_rows)
+
+    def run(self, folder: Path) -> str:
+        """Measures every row, writes ``results.json`` into ``folder``, and returns the table."""
+        started = time.perf_counter()
+        rows = []
+        for name, capsule in METHODS.items():
+            print(f"capt: {name}", file=sys.stderr)
+            rows.append({"method": name, **self._measure(capsule)})
+        config, settings = self.config, ("learning_rate", "warmup_steps", "max_steps", "batch_size", "max_grad_norm")
+        write_json(
+            folder / "results.json",
+            {
+                "model": config.model,
+                "task": config.task,
+                "rows": {"train": len(self.train_rows), "test": len(self.test_rows)},
+                "settings": {name: getattr(config, name) for name in settings},
+                "seed": config.seed,
+                "quick": self.quick,
+                "seconds": round(time.perf_counter() - started, 1),
+                "versions": versions(),
+                "methods": rows,
+            },
+        )
+        title = (
+            f"{config.model} on {config.task}: {config.max_steps} steps of {config.batch_size} rows, "
+            f"tested on {len(self.test_rows)}"
+        )
+        return f"{title}\n{_table(rows)}"
+
+    def _measure(self, capsule: CaptConfig | None) -> dict[str, Any]:
+        # A zero vector is no no-op, since a slot is attended to: the bare model is the base with no slot at all.
+        config = dataclasses.replace(capsule or CaptConfig(), task_type="SEQ_CLS", label_words=self.words)
+        model = get_capt_model(self.base, config)
+        if torch.cuda.is_available():
+            model.to("cuda")
+        with model.disable_adapter() if capsule is None else contextlib.nullcontext():
+            before = self._accuracy(model)
+        trainable = 0 if capsule is None else model.get_nb_trainable_parameters()[0]
+        row = {"trainable": trainable, "accuracy_before": before}
+        if not trainable:
+            return row | dict.fromkeys(("accuracy_after", "seconds", "kept_bytes"))
+        padded = DataCollatorWithPadding(self.tokenizer)(self.train_rows[: self.config.batch_size])
+        kept = bytes_kept_for_backward(model, {name: tensor.to(model.device) for name, tensor in padded.items()})
+        seconds = self._fit(model)
+        return row | {"accuracy_after": self._accuracy(model), "seconds": seconds, "kept_bytes": kept}
+
+    def _accuracy(self, model: CaptModel) -> float:
+        return evaluate_rows(model, self.tokenizer, self.test_rows, self.config.batch_size)["accuracy"]
+
+    def _fit(self, model: CaptModel) -> float:
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = CaptTrainer(model, self.tokenizer, self.config, Path(folder), self.train_rows)
+            started = time.perf_counter()
+            trainer.train()
+            return round(time.perf_counter() - started, 1)
+
+
+def bytes_kept_for_backward(model: nn.Module, batch: dict[str, Tensor]) -> int:
+    """Bytes that autograd keeps between forward and backward of one training step on ``batch`` (which has ``labels``).
+
+    Every storage counts once and whole, however many views of it are saved. Parameters and buffers are left out: they
+    lie there anyway.
+    """
+    resident = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor  # held until backward, so no other storage can take its address
+
+    with _training(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(**batch)["loss"]
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return sum(kept.values())
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    before = model.training
+    model.train()
+    try:
+        yield
+    finally:
+        model.train(before)
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    columns = {
+        "method": lambda row: row["method"],
+        "trained": lambda row: f"{row['trainable']:,}",
+        "accuracy before": lambda row: f"{row['accuracy_before']:.3f}",
+        "after": lambda row: "-" if row["accuracy_after"] is None else f"{row['accuracy_after']:.3f}",
+        "seconds": lambda row: "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
+        "MB kept for backward": lambda row: "-" if row["kept_bytes"] is None else f"{row['kept_bytes'] / 1e6:.0f}",
+    }
+    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for line in cells:
+        first, *others = (
+            text.ljust(w) if i == 0 else text.rjust(w) for i, (text, w) in enumerate(zip(line, widths, strict=True))
+        )
+        lines.append("  ".join([first, *others]))
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])

@@ -1,0 +1,32 @@
+"""Results appear whole or not at all: they are written aside, then moved into place."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+@contextmanager
+def staged(path: Path) -> Iterator[Path]:
+    """A path to write a file or folder to; it becomes ``path`` when the block ends, and vanishes if the block raises.
+
+    It lies in the folder of ``path``, since a move is atomic within one file system only.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
+        target = Path(aside) / path.name
+        yield target
+        if path.is_dir():  # a folder cannot be moved over a folder that holds files
+            os.replace(path, Path(aside) / "replaced")
+        os.replace(target, path)
+
+
+def write_json(path: Path, content: Any) -> None:
+    """``content`` as indented JSON at ``path``, staged."""
+    with staged(path) as target:
+        target.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

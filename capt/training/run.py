@@ -1,0 +1,259 @@
+"""A training run from its config to its folder, and a finished run back from there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+
+from ..assets import smollm2
+from ..model import CaptModel, get_capt_model
+from ..staging import staged, write_json
+from ..tasks import SPLITS, Example, Prompt, encode, label_word_ids
+from .config import TrainConfig
+from .inference import class_logits
+from .metrics import classification_metrics
+from .report import plot_curve, versions
+from .trainer import CaptTrainer, last_checkpoint
+
+Rows = list[dict[str, Any]]
+
+CONFIG_FILE = "train_config.json"
+PROMPT_FILE = "prompt.json"
+
+
+def load_base(model: str, num_labels: int, bf16: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A language model, with its head, and its tokenizer, which is given a token to pad with if it has none.
+
+    Raises:
+        OSError: there is no such model. ValueError: a tokenizer with neither a padding nor an end token.
+    """
+    source = str(smollm2()) if model == "smollm2" else model
+    try:
+        config = AutoConfig.from_pretrained(source, num_labels=num_labels)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        base = loader.from_pretrained(source, config=config, dtype=torch.bfloat16 if bf16 else torch.float32)
+    except OSError as error:
+        raise OSError(f"model {model!r} cannot be loaded: {error}") from error
+    tokenizer.padding_side = "right"
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(
+                f"the tokenizer of {model!r} has neither a padding nor an end-of-sequence token to pad with"
+            )
+        tokenizer.pad_token = tokenizer.eos_token  # masked everywhere, so any token will do
+    return base, tokenizer
+
+
+def word_ids(
+    prompt: Prompt, classifier: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> list[int] | None:
+    """Token ids of the label words; None for a linear classifier.
+
+    Raises:
+        ValueError: a word that is not a single token, or a task without words.
+    """
+    if classifier == "linear":
+        return None
+    if prompt.label_words is None:
+        raise ValueError("the task has no label words: name some with label_words, or take classifier 'linear'")
+    # An encoder-decoder's answer starts a text of its own, so no space stands before it.
+    words = [word.strip() if base.config.is_encoder_decoder else word for word in prompt.label_words]
+    return label_word_ids(tokenizer, words)
+
+
+def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
+    """:func:`prepare`, then :meth:`Training.run`."""
+    return prepare(config, resume=resume, overwrite=overwrite).run()
+
+
+def prepare(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> Training:
+    """Loads and checks all that a run needs, before anything is written or trained.
+
+    Args:
+        resume: go on from the newest complete checkpoint of this very config; the result is an uninterrupted run's, bit
+            for bit on a CPU.
+        overwrite: clear away a run that is there already.
+
+    Raises:
+        ValueError, OSError, NotImplementedError, ImportError: for input that does not fit; the message names the thing.
+    """
+    folder = Path(config.output_dir)
+    checkpoint = _checkpoint_to_resume(config, folder) if resume else None
+    if not resume and not overwrite and (folder / CONFIG_FILE).exists():
+        raise ValueError(f"output_dir {folder} holds a run already: resume it, overwrite it, or name another folder")
+    task = config.load_task()
+    base, tokenizer = load_base(config.model, len(task.prompt.labels), config.bf16)
+    capsule = config.capsule(word_ids(task.prompt, config.classifier, base, tokenizer))
+    limits = {"train": config.train_rows, "validation": config.validation_rows, "test": config.test_rows}
+    room = config.max_length - capsule.slots
+    rows = {
+        split: encode(task.splits[split][: limits[split]], task.prompt, tokenizer, room, f"{task.name} {split}")
+        for split in SPLITS
+    }
+    set_seed(config.seed)  # a linear head starts from it
+    model = get_capt_model(base, capsule)
+    model.backend = config.backend
+    if not model.get_nb_trainable_parameters()[0]:
+        raise ValueError("nothing trains: task_vectors is false and there is no linear head")
+    return Training(config, task.prompt, tokenizer, model, rows, checkpoint)
+
+
+@dataclass
+class Training:
+    """A run about to start: see :func:`prepare`."""
+
+    config: TrainConfig
+    prompt: Prompt
+    tokenizer: PreTrainedTokenizerBase
+    model: CaptModel
+    rows: dict[str, Rows]
+    checkpoint: Path | None
+
+    def run(self) -> dict[str, Any]:
+        """Trains, evaluates on validation and test, and writes ``config.output_dir``.
+
+        The folder holds ``train_config.json``, ``prompt.json``, ``adapter/`` (the best on validation),
+        ``results.json``, ``curve.png`` and the checkpoints.
+
+        Returns:
+            What ``results.json`` holds.
+        """
+        config, model, folder = self.config, self.model, Path(self.config.output_dir)
+        if self.checkpoint is None:
+            _begin(folder, config, self.prompt)
+        trainer = CaptTrainer(model, self.tokenizer, config, folder, self.rows["train"], self.rows["validation"])
+        started = time.perf_counter()
+        trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        seconds = time.perf_counter() - started
+
+        trainable, total = model.get_nb_trainable_parameters()
+        metrics = {
+            split: evaluate_rows(model, self.tokenizer, self.rows[split], config.batch_size)
+            for split in ("validation", "test")
+        }
+        results = {
+            "config": config.to_dict(),
+            "versions": versions(),
+            "device": str(model.device),
+            "labels": list(self.prompt.labels),
+            "rows": {split: len(rows) for split, rows in self.rows.items()},
+            "parameters": {"trainable": trainable, "all": total},
+            "seconds": round(seconds, 2),
+            "resumed_from": self.checkpoint.name if self.checkpoint else None,
+            "steps": trainer.state.global_step,
+            "best_step": trainer.state.best_global_step,
+            "metrics": metrics,
+            "history": trainer.state.log_history,
+        }
+        with staged(folder / "adapter") as target:
+            model.save_pretrained(target)
+        plot_curve(folder / "curve.png", trainer.state.log_history)
+        write_json(folder / "results.json", results)  # last: its presence says that the run is whole
+        return results
+
+
+def _begin(folder: Path, config: TrainConfig, prompt: Prompt) -> None:
+    """Writes what a resumption and a later prediction need, and clears away an earlier run, but nothing else."""
+    for name in ("results.json", "curve.png", "adapter", "checkpoint-*", CONFIG_FILE, PROMPT_FILE):
+        for path in folder.glob(name):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    write_json(folder / PROMPT_FILE, dataclasses.asdict(prompt))
+    write_json(folder / CONFIG_FILE, config.to_dict())
+
+
+def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> Path:
+    earlier = _read_json(folder / CONFIG_FILE, "output_dir holds no run to resume")
+    for name, value in config.to_dict().items():
+        if name != "output_dir" and earlier.get(name) != value:
+            raise ValueError(f"{name} was {earlier.get(name)!r} in the run to resume, got {value!r}")
+    checkpoint = last_checkpoint(folder)
+    if checkpoint is None:
+        raise ValueError(f"output_dir {folder} holds no complete checkpoint to resume from")
+    return checkpoint
+
+
+def _read_json(path: Path, missing: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{missing}: there is no {path}")
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def evaluate_rows(
+    model: CaptModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, batch_size: int
+) -> dict[str, float]:
+    """``loss``, ``accuracy``, ``macro_f1``, the commonest label's share (``majority``) and the number of ``rows``."""
+    model.eval()
+    logits = class_logits(model, tokenizer, rows, batch_size, model.device)
+    labels = torch.tensor([row["labels"] for row in rows])
+    return {
+        "loss": cross_entropy(logits, labels).item(),
+        **classification_metrics(logits, labels),
+        "majority": labels.bincount().max().item() / len(labels),
+        "rows": len(labels),
+    }
+
+
+@dataclass
+class Run:
+    """A finished run: its config, prompt, tokenizer and model with the trained adapter."""
+
+    config: TrainConfig
+    prompt: Prompt
+    tokenizer: PreTrainedTokenizerBase
+    model: CaptModel
+
+    @classmethod
+    def load(cls, folder: Path, batch_size: int | None = None) -> Run:
+        """The run in ``folder``; ``batch_size`` in place of the training's.
+
+        Raises:
+            ValueError, OSError: a file that is missing or damaged, or a base that does not fit.
+        """
+        fields = _read_json(folder / CONFIG_FILE, f"{folder} is no run")
+        config = TrainConfig.from_dict(fields | ({} if batch_size is None else {"batch_size": batch_size}))
+        prompt = Prompt(**_read_json(folder / PROMPT_FILE, f"{folder} is no run"))
+        if not (folder / "adapter").is_dir():
+            raise FileNotFoundError(f"{folder} holds no adapter: its training did not come to an end")
+        base, tokenizer = load_base(config.model, len(prompt.labels), config.bf16)
+        model = CaptModel.from_pretrained(base, folder / "adapter")
+        model.backend = config.backend
+        if torch.cuda.is_available():
+            model.to("cuda")
+        return cls(config, prompt, tokenizer, model)
+
+    def encode(self, examples: Sequence[Example], source: str) -> Rows:
+        """Token ids of ``examples``, as in training. Arguments and errors as :func:`capt.tasks.encode`."""
+        room = self.config.max_length - self.model.capt_config.slots
+        return encode(examples, self.prompt, self.tokenizer, room, source)
+
+    def evaluate(self, rows: Rows) -> dict[str, float]:
+        """:func:`evaluate_rows` of labelled rows."""
+        return evaluate_rows(self.model, self.tokenizer, rows, self.config.batch_size)
+
+    def predict(self, rows: Rows) -> list[dict[str, float]]:
+        """The probability of every label, for each row."""
+        self.model.eval()
+        logits = class_logits(self.model, self.tokenizer, rows, self.config.batch_size, self.model.device)
+        return [dict(zip(self.prompt.labels, row, strict=True)) for row in logits.softmax(-1).tolist()]

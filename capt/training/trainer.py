@@ -1,0 +1,205 @@
+"""transformers' Trainer, told what an adapter's checkpoint is, when it is complete, and how to order rows.
+
+The loop, the optimizers, the schedule, accumulation, early stopping and devices are the Trainer's own.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import Sampler
+from transformers import (
+    DataCollatorWithPadding,
+    EarlyStoppingCallback,
+    PreTrainedTokenizerBase,
+    PrinterCallback,
+    ProgressCallback,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers.trainer_utils import EvalPrediction, rotate_checkpoints
+
+from .. import saving
+from ..backbones import backbone_of
+from ..model import CaptModel
+from ..staging import staged
+from .config import TrainConfig
+from .metrics import classification_metrics
+
+#: Files without which a checkpoint cannot be resumed from.
+_CHECKPOINT_FILES = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", TRAINER_STATE_NAME)
+
+
+class LengthGroupedBatches(Sampler[int]):
+    """Rows in batches of like length, the batches in random order; a function of the seed and the epoch alone.
+
+    So a resumed epoch sees the same rows, and padding is rare. The rows that fill no batch come last.
+    """
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+        self.lengths, self.batch_size, self.seed = lengths, batch_size, seed
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Called by accelerate's data loader."""
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        rows = get_length_grouped_indices(self.lengths, self.batch_size, generator=generator)
+        full = len(rows) // self.batch_size
+        for batch in torch.randperm(full, generator=generator).tolist():
+            yield from rows[batch * self.batch_size : (batch + 1) * self.batch_size]
+        yield from rows[full * self.batch_size :]
+
+
+class _Progress(ProgressCallback):
+    """A bar that carries the last loss, instead of a printed line a step."""
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            shown = {name: f"{value:.3f}" for name, value in (logs or {}).items() if name in ("loss", "eval_accuracy")}
+            self.training_bar.set_postfix(shown)
+
+
+class CaptTrainer(Trainer):
+    """Trains a classifying :class:`CaptModel` on rows of ``input_ids`` and ``labels``.
+
+    A checkpoint holds the adapter and the optimizer's state, not the base, and appears whole or not at all.
+
+    Args:
+        model: the model, adapter active and trainable.
+        tokenizer: pads a batch.
+        config: the run.
+        folder: where checkpoints go.
+        train_rows, validation_rows: as :func:`capt.tasks.encode` gives them; no validation rows, no evaluation and no
+            checkpoints.
+    """
+
+    def __init__(
+        self,
+        model: CaptModel,
+        tokenizer: PreTrainedTokenizerBase,
+        config: TrainConfig,
+        folder: Path,
+        train_rows: list[dict[str, Any]],
+        validation_rows: list[dict[str, Any]] | None = None,
+    ):
+        evaluates = validation_rows is not None
+        when = "no" if not evaluates else "epoch" if config.eval_steps is None else "steps"
+        arguments = TrainingArguments(
+            output_dir=str(folder.resolve()),
+            optim={"adamw": "adamw_torch", "adafactor": "adafactor"}[config.optimizer],
+            learning_rate=config.learning_rate,
+            weight_decay=config.weight_decay,
+            lr_scheduler_type="linear",
+            warmup_steps=config.warmup_steps,
+            num_train_epochs=config.epochs,
+            max_steps=config.max_steps or -1,
+            per_device_train_batch_size=config.batch_size,
+            per_device_eval_batch_size=config.batch_size,
+            gradient_accumulation_steps=config.gradient_accumulation,
+            max_grad_norm=config.max_grad_norm,
+            seed=config.seed,
+            eval_strategy=when,
+            save_strategy=when,
+            eval_steps=config.eval_steps,
+            save_steps=config.eval_steps or 500,
+            save_total_limit=2,
+            load_best_model_at_end=evaluates,
+            metric_for_best_model="accuracy" if evaluates else None,
+            greater_is_better=True if evaluates else None,
+            restore_callback_states_from_checkpoint=True,
+            # Every step is logged: an average over steps would differ after a resumption in its midst.
+            logging_steps=1,
+            # A loss of NaN is to be seen, not replaced by the average.
+            logging_nan_inf_filter=False,
+            disable_tqdm=not sys.stderr.isatty(),
+            report_to="none",
+            remove_unused_columns=False,
+            label_names=["labels"],
+            dataloader_pin_memory=torch.cuda.is_available(),
+        )
+        super().__init__(
+            model=model,
+            args=arguments,
+            data_collator=DataCollatorWithPadding(tokenizer),
+            train_dataset=train_rows,
+            # Sorted, so that like lengths share a batch; the metrics do not depend on the order.
+            eval_dataset=sorted(validation_rows, key=lambda row: len(row["input_ids"])) if validation_rows else None,
+            compute_loss_func=_mean_loss,
+            compute_metrics=_metrics,
+            preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
+            callbacks=[EarlyStoppingCallback(config.patience)] if evaluates and config.patience else None,
+        )
+        # The loss is _mean_loss, over the whole accumulated batch: the model need not be told of it.
+        self.model_accepts_loss_kwargs = False
+        self._aside: str | None = None
+        self.remove_callback(PrinterCallback)
+        if not arguments.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(_Progress)
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
+        rows: Any = self.train_dataset if train_dataset is None else train_dataset
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        return LengthGroupedBatches([len(row["input_ids"]) for row in rows], batch, self.args.seed)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        self.accelerator.unwrap_model(self.model).save_pretrained(output_dir or self.args.output_dir)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        capt_model = self.accelerator.unwrap_model(self.model)
+        folder = Path(resume_from_checkpoint)
+        _, tensors = saving.load(folder, backbone_of(capt_model.base))
+        saving.fill(capt_model.adapters[capt_model.active_adapter], tensors, folder)
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._aside or str(self.args.output_dir)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        folder = str(self.args.output_dir)
+        final = Path(folder) / f"checkpoint-{self.state.global_step}"
+        with staged(final) as target:
+            self._aside = str(target.parent)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._aside = None
+            if self.state.best_global_step == self.state.global_step:
+                self.state.best_model_checkpoint = str(final)  # not where it lies for the moment
+            self.state.save_to_json(os.path.join(target, TRAINER_STATE_NAME))
+        rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    """The newest complete checkpoint in ``folder``."""
+    steps = {int(path.name.removeprefix("checkpoint-")): path for path in folder.glob("checkpoint-[0-9]*")}
+    whole = [step for step, path in steps.items() if all((path / name).is_file() for name in _CHECKPOINT_FILES)]
+    return steps[max(whole)] if whole else None
+
+
+def _mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:
+    """Cross-entropy over the whole accumulated batch, so that 2 x 8 rows give the gradient of 16."""
+    logits = outputs["logits"].float()
+    count = len(labels) if num_items_in_batch is None else num_items_in_batch
+    return cross_entropy(logits, labels, reduction="sum") / count
+
+
+def _metrics(prediction: EvalPrediction) -> dict[str, float]:
+    return classification_metrics(torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids))
