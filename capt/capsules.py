@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import conv1d, pad
+from torch.nn.functional import pad
 
 from capt_kernels import capsule_prepend, capsule_refresh
 
@@ -142,13 +142,7 @@ def _convolve_tokens(rows: Tensor, weight: Tensor, bias: Tensor, layout: Layout)
     counts = torch.bincount(sequence, minlength=layout.batch)
     pooled = replace(layout, cu_seqlens=pad(counts.cumsum(0), (1, 0)).int(), slots=0, pool_mask=None)
     padded = pooled.pad(rows[tokens].to(weight.dtype)).transpose(1, 2)
-    batch, width, longest = padded.shape
-    # One group a sequence and channel: each sequence may have another adapter's taps.
-    mixed = conv1d(
-        padded.reshape(1, batch * width, longest),
-        weight.reshape(batch * width, 1, -1),
-        bias.reshape(-1),
-        padding="same",
-        groups=batch * width,
-    ).view(batch, width, longest)
+    # As windows, not as a grouped convolution: each sequence may have another adapter's taps.
+    windows = pad(padded, (weight.shape[-1] // 2,) * 2).unfold(2, weight.shape[-1], 1)
+    mixed = torch.einsum("bdtk,bdk->bdt", windows, weight) + bias[..., None]
     return rows.to(weight.dtype).index_copy(0, tokens.nonzero().squeeze(1), pooled.unpad(mixed.transpose(1, 2)))

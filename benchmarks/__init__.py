@@ -1,0 +1,1 @@
+"""What the ops, the packed layout and the methods cost; ``pytest benchmarks --benchmark-only``."""
