@@ -1,0 +1,176 @@
+"""Attention over packed rows, each sequence led by its capsule slot: grouped heads, causal or not, window, T5 bias."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from ..packing import pack, unpack
+from ..rotary import apply_rotary
+from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
+from . import reference, sdpa
+from .t5_bias import t5_bias_table
+
+_BACKENDS = {"reference": reference.attention, "cpu": sdpa.attention}
+
+
+def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
+    """Shapes and dtypes of queries, keys and values among themselves."""
+    check_floating("q", q)
+    if q.dim() != (3 if packed else 4):
+        wanted = "[R, H, d] with cu_seqlens" if packed else "[B, T, H, d] without cu_seqlens"
+        raise ValueError(f"q must have shape {wanted}, got {tuple(q.shape)}")
+    fits = k.dim() == q.dim() and k.shape[-1] == q.shape[-1] and (packed or k.shape[0] == q.shape[0])
+    if not fits:
+        meaning = "[Rk, Hkv, d]" if packed else "[B, Tk, Hkv, d]"
+        raise ValueError(f"k must have shape {meaning} that fits q's {tuple(q.shape)}, got {tuple(k.shape)}")
+    check_shape("v", v, tuple(k.shape), "k's")
+    if k.shape[-2] == 0 or q.shape[-2] % k.shape[-2]:
+        raise ValueError(f"q's heads must be a multiple of k's, got {q.shape[-2]} and {k.shape[-2]}")
+    for name, tensor in (("k", k), ("v", v)):
+        if tensor.dtype != q.dtype:
+            raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
+
+
+def _check_options(causal: bool, scale: float, window: int | None, backend: str) -> None:
+    if not isinstance(causal, bool):
+        raise ValueError(f"causal must be a bool, got {causal!r}")
+    # Kernels multiply masked scores too, and -inf times a scale that is not positive is not -inf.
+    if isinstance(scale, bool) or not isinstance(scale, int | float) or not 0 < scale < math.inf:
+        raise ValueError(f"scale must be a positive finite number, got {scale!r}")
+    if window is not None:
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be None or a positive int, got {window!r}")
+        if not causal:
+            raise ValueError(f"window looks back only, so it wants causal=True, got window={window} with causal=False")
+    if backend != "auto" and backend not in _BACKENDS:
+        raise ValueError(f"backend must be 'auto' or one of {', '.join(_BACKENDS)} for attention, got {backend!r}")
+
+
+def _check_bias(bias_table: Tensor, q: Tensor, longest: int) -> None:
+    check_floating("bias_table", bias_table)
+    heads = q.shape[-2]
+    if bias_table.dim() != 2 or bias_table.shape[0] != heads or bias_table.shape[1] % 2 == 0:
+        raise ValueError(f"bias_table must have shape [H, 2*Tmax-1] with H = {heads}, got {tuple(bias_table.shape)}")
+    reach = (bias_table.shape[1] + 1) // 2
+    if longest > reach:
+        raise ValueError(f"bias_table must reach Tmax = {longest}, the longest sequence, got one for {reach}")
+    if bias_table.requires_grad and torch.is_grad_enabled():
+        raise ValueError("bias_table must need no gradient (detach it), as none is computed for it")
+
+
+def _run(
+    backend: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    queries: list[int],
+    keys: list[int],
+    causal: bool,
+    scale: float,
+    bias_table: Tensor | None,
+    window: int | None,
+) -> Tensor:
+    if bias_table is not None:
+        _check_bias(bias_table, q, max([*queries, *keys], default=0))
+    attention = _BACKENDS["cpu" if backend == "auto" else backend]
+    return attention(q, k, v, queries, keys, causal, scale, bias_table, window)
+
+
+def capsule_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    mask: Tensor | None = None,
+    causal: bool,
+    scale: float,
+    rotary: tuple[Tensor, Tensor] | None = None,
+    bias_table: Tensor | None = None,
+    window: int | None = None,
+    backend: str = "auto",
+) -> Tensor:
+    """Softmax attention of every sequence over itself: ``softmax(scale * q @ k.T + bias) @ v``.
+
+    Scores, bias and softmax are in fp32 (fp64 for fp64 input). Grouped heads: query head h reads key head
+    ``h // (H / Hkv)``. With m keys against n queries, query i stands at key position ``i + m - n``: the last query is
+    aligned to the last key, and causality, window and bias are counted from there. A query that sees no key gives 0.
+    The lengths are read on the host, so ``torch.compile`` breaks the graph here.
+
+    Args:
+        q: ``[R, H, d]`` packed, or ``[B, T, H, d]`` padded. fp32, fp16, bf16 or fp64.
+        k, v: ``[Rk, Hkv, d]``, or ``[B, Tk, Hkv, d]`` with Tk >= T; dtype of q; H a multiple of Hkv.
+        cu_seqlens: ``[B+1]`` int32 offsets of a packed call. Rows past the last one are 0 in the result.
+        cu_seqlens_k: ``[B+1]`` int32, the offsets of k and v where they differ from q's (prefix keys, cached decoding).
+        mask: ``[B, Tk]``, padded calls only: 1 = real, holes allowed; its last T columns are the queries'.
+            Real positions are packed at the door, so that padding is not seen and does not count for a distance.
+        causal: whether a query sees only keys up to its own position.
+        scale: positive factor of the scores; T5 wants 1.
+        rotary: ``(cos, sin)``, ``[R, d]`` or ``[B, T, d]``: q and k go through :func:`apply_rotary` first, which wants
+            one key a query.
+        bias_table: ``[H, 2*Tmax-1]``: ``bias_table[h, j - i + Tmax - 1]`` is added to the score of key j at query i of
+            head h (see :func:`t5_bias_table`). Frozen: no gradient is computed for it.
+        window: W: a query at i sees the keys ``i - W < j <= i`` of a causal call.
+        backend: "auto", "reference", or "cpu", which is torch's scaled_dot_product_attention a sequence at a time and
+            serves every device.
+
+    Returns:
+        The shape and dtype of q; 0 in padding.
+
+    Raises:
+        ValueError: a shape, dtype, device, mask, offset or option that does not fit.
+    """
+    packed = cu_seqlens is not None
+    if packed and mask is not None:
+        raise ValueError(
+            "mask and cu_seqlens were both given: a packed call holds no padding, so it takes cu_seqlens alone"
+        )
+    if cu_seqlens_k is not None and not packed:
+        raise ValueError("cu_seqlens_k was given without cu_seqlens: a padded call tells its keys by mask")
+    _check_heads(q, k, v, packed)
+    _check_options(causal, scale, window, backend)
+    tensors = [("k", k), ("v", v), ("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)]
+    check_same_device("q", q, [*tensors, ("mask", mask), ("bias_table", bias_table)])
+
+    # Rotation and packing have backends of their own; the oracle stays plain torch throughout.
+    door = "reference" if backend == "reference" else "auto"
+    if rotary is not None:
+        if not isinstance(rotary, tuple | list) or len(rotary) != 2:
+            raise ValueError(f"rotary must be a pair (cos, sin), got {type(rotary).__name__}")
+        if cu_seqlens_k is not None or k.shape[:-2] != q.shape[:-2]:
+            given = "cu_seqlens_k" if cu_seqlens_k is not None else f"q {tuple(q.shape)} and k {tuple(k.shape)}"
+            raise ValueError(f"rotary turns q and k by one table and wants one key a query, got {given}")
+        q, k = apply_rotary(q, k, *rotary, backend=door)
+
+    options = (causal, float(scale), bias_table, window)
+    if cu_seqlens is not None:
+        cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[0])
+        if cu_seqlens_k is None:
+            check_shape("k", k, (q.shape[0], *k.shape[1:]), "[R, Hkv, d] without cu_seqlens_k")
+            cu_seqlens_k = cu_seqlens
+        else:
+            cu_seqlens_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
+            check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens.shape), "cu_seqlens's")
+        return _run(backend, q, k, v, cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist(), *options)
+
+    batch, length = q.shape[:2]
+    if k.shape[1] < length:
+        raise ValueError(f"k must have at least the {length} tokens of q in a padded call, got {k.shape[1]}")
+    if mask is None:
+        queries, keys = [length] * batch, [k.shape[1]] * batch
+        out = _run(backend, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), queries, keys, *options)
+        return out.unflatten(0, (batch, length))
+    check_shape("mask", mask, tuple(k.shape[:2]), "[B, Tk]")
+    mask = boolean_mask("mask", mask)
+    q, cu_seqlens, indices = pack(q, mask[:, mask.shape[1] - length :], backend=door)
+    k, cu_seqlens_k, _ = pack(k, mask, backend=door)
+    v, _, _ = pack(v, mask, backend=door)
+    out = _run(backend, q, k, v, cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist(), *options)
+    return unpack(out, indices, batch, length, backend=door)
+
+
+__all__ = ["capsule_attention", "t5_bias_table"]
