@@ -18,11 +18,14 @@ import tempfile
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from .staging import staged, write_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class Wheel(NamedTuple):
@@ -125,17 +128,32 @@ def smollm2(dtype: torch.dtype = torch.float32) -> Path:
         return folder
     if importlib.util.find_spec("gguf") is None:
         raise ImportError("reading the SmolLM2 weights needs gguf: pip install 'capt-kernels[train]'")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoTokenizer
 
     source = fetch(SMOLLM2_GGUF)
     print("capt: converting SmolLM2-135M (once, about 20 seconds)", file=sys.stderr)
     with staged(folder) as target:
         AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(target)
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=dtype)
-        model.save_pretrained(target)
+        _unpacked(source, dtype).save_pretrained(target)
         files = sorted(path for path in target.iterdir() if path.is_file())
         write_json(target / _SUMS, {path.name: _sha256(path) for path in files})
     return folder
+
+
+def _unpacked(gguf: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The file's model with plain dense weights, which transformers will save; it refuses one read from a GGUF file."""
+    import transformers
+
+    # Newer releases may leave the weights packed in 4 bits, older ones know no such option.
+    gguf_config = getattr(transformers, "GgufConfig", None)
+    options = {} if gguf_config is None else {"quantization_config": gguf_config(dequantize=True)}
+    loader = transformers.AutoModelForCausalLM
+    packed = loader.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=dtype, **options)
+    fields = packed.config.to_dict()
+    fields.pop("quantization_config", None)
+    model = loader.from_config(type(packed.config).from_dict(fields), dtype=dtype)
+    model.load_state_dict(packed.state_dict())
+    return model
 
 
 def minilm() -> Path:

@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 
 from capt_kernels import capsule_prepend, capsule_refresh
 
+from .backbones.stream import Refresh, Stream
 from .config import CaptConfig
 from .layout import Layout
 
@@ -70,31 +71,40 @@ class MixedCapsules:
 def place(
     capsules: Capsules | MixedCapsules, prompted: int, rows: Tensor, layout: Layout, backend: str
 ) -> tuple[Tensor, Layout]:
-    """Puts the slots of the ``prompted``-th prompted layer into ``rows [R, D]``: the first time new, then over the old.
-
-    Returns:
-        The rows and the layout they have now.
-    """
+    """Puts the slots of the first prompted layer into ``rows [R, D]``, and returns the rows and their new layout."""
     config = capsules.config
-    own = {name: p.to(rows.device) for name, p in capsules.at(prompted, layout.batch).items()}
-    first = layout.slots == 0
-    pool = config.instance and (config.first_mean or not first)
-    if config.variant == "addition":
-        slots = own["vectors"]
-    else:
-        slots = _variant(config, own, rows, layout, backend) if pool else _without_mean(config, own["vectors"])
+    own = _parameters(capsules, prompted, rows, layout)
+    pool = config.instance and config.first_mean
+    prompt = own["vectors"]
+    if config.variant != "addition":
+        prompt = _variant(config, own, rows, layout, backend) if pool else _without_mean(config, prompt)
         pool = False
-    write = capsule_prepend if first else capsule_refresh
-    rows = write(
+    rows = capsule_prepend(
         rows,
-        slots,
+        prompt,
         cu_seqlens=layout.cu_seqlens,
         pool_mask=layout.pool_mask if pool else None,
         lead=config.lead,
         pool=pool,
         backend=backend,
     )
-    return rows, layout.grown(config.slots, config.lead) if first else layout
+    return rows, layout.grown(config.slots, config.lead)
+
+
+def refresh(capsules: Capsules | MixedCapsules, prompted: int, stream: Stream, layout: Layout, backend: str) -> Refresh:
+    """What the slots of a later prompted layer are to be overwritten with, as its layer is told.
+
+    With ``"addition"`` the layer takes the mean itself, in the same pass over the rows as its first norm.
+    """
+    config = capsules.config
+    own = _parameters(capsules, prompted, stream.residual, layout)
+    if config.variant == "addition":
+        return Refresh(own["vectors"], config.instance, backend)
+    return Refresh(_variant(config, own, stream.rows, layout, backend), False, backend)
+
+
+def _parameters(capsules: Capsules | MixedCapsules, prompted: int, rows: Tensor, layout: Layout) -> dict[str, Tensor]:
+    return {name: p.to(rows.device) for name, p in capsules.at(prompted, layout.batch).items()}
 
 
 def _without_mean(config: CaptConfig, vectors: Tensor) -> Tensor:
@@ -142,7 +152,9 @@ def _convolve_tokens(rows: Tensor, weight: Tensor, bias: Tensor, layout: Layout)
     counts = torch.bincount(sequence, minlength=layout.batch)
     pooled = replace(layout, cu_seqlens=pad(counts.cumsum(0), (1, 0)).int(), slots=0, pool_mask=None)
     padded = pooled.pad(rows[tokens].to(weight.dtype)).transpose(1, 2)
-    # As windows, not as a grouped convolution: each sequence may have another adapter's taps.
-    windows = pad(padded, (weight.shape[-1] // 2,) * 2).unfold(2, weight.shape[-1], 1)
-    mixed = torch.einsum("bdtk,bdk->bdt", windows, weight) + bias[..., None]
+    # As windows, not as a grouped convolution: each sequence may have another adapter's taps. One window more than there
+    # are tokens, so that the taps have a gradient (0) where no sequence has any.
+    taps = weight.shape[-1]
+    windows = pad(padded, (taps // 2, taps // 2 + 1)).unfold(2, taps, 1)
+    mixed = (torch.einsum("bdtk,bdk->bdt", windows, weight) + bias[..., None])[..., : pooled.longest]
     return rows.to(weight.dtype).index_copy(0, tokens.nonzero().squeeze(1), pooled.unpad(mixed.transpose(1, 2)))

@@ -16,8 +16,9 @@ from capt_kernels import pack
 from capt_kernels.validation import boolean_mask, check_shape
 
 from . import heads, saving
-from .backbones import backbone_of
-from .capsules import Capsules, MixedCapsules, place
+from .backbones import backbones_of
+from .backbones.stream import Stream
+from .capsules import Capsules, MixedCapsules, place, refresh
 from .config import CaptConfig
 from .layout import Layout
 
@@ -52,7 +53,7 @@ class CaptModel(nn.Module):
 
     def __init__(self, base: PreTrainedModel, config: CaptConfig, adapter_name: str = "default"):
         super().__init__()
-        self._backbone = backbone_of(base)
+        self._backbone, self._packed = backbones_of(base)
         self.base = base
         self.adapters = nn.ModuleDict()
         self._thawed = [p for p in base.parameters() if p.requires_grad]
@@ -81,7 +82,7 @@ class CaptModel(nn.Module):
         config = CaptConfig.from_dict(fields)
         capsules = Capsules(config, self._backbone.num_layers, self._backbone.width)
         adapter = Adapter(config, capsules, heads.make_head(self.base, self._backbone, task, config))
-        weight = self.base.get_input_embeddings().weight
+        weight: Any = self.base.get_input_embeddings().weight
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         self.adapters[name] = adapter.to(device=weight.device, dtype=wide).requires_grad_(False)
 
@@ -93,11 +94,11 @@ class CaptModel(nn.Module):
         """
         self._adapter(name)
         self.active_adapter = name
-        for other, adapter in self.adapters.items():
-            for p in adapter.trainable():
+        for other in self.adapters:
+            for p in self._adapter(other).trainable():
                 p.requires_grad_(other == name)
 
-    def _adapter(self, name: str) -> Adapter:
+    def _adapter(self, name: str) -> Any:
         if name not in self.adapters:
             raise ValueError(f"there is no adapter {name!r}; adapters: {', '.join(self.adapters)}")
         return self.adapters[name]
@@ -144,9 +145,7 @@ class CaptModel(nn.Module):
         if name not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
         if name == "fused":
-            raise NotImplementedError(
-                f"there is no fused backbone for model_type {self.config.model_type!r}; 'auto' and 'reference' run it"
-            )
+            self._fused_or_raise(self.capt_config)
         self._backend = name
 
     def forward(
@@ -184,15 +183,13 @@ class CaptModel(nn.Module):
         for name, mask in (("attention_mask", attention_mask), ("pool_mask", pool_mask)):
             if mask is not None:
                 check_shape(name, mask, shape, "[B, T]")
-        decoder = {"decoder_input_ids": decoder_input_ids, "decoder_attention_mask": decoder_attention_mask}
-        decoder = {name: value for name, value in decoder.items() if value is not None}
+        decoder = _present(decoder_input_ids=decoder_input_ids, decoder_attention_mask=decoder_attention_mask)
         if decoder and not self._backbone.is_encoder_decoder:
             raise ValueError(
                 f"{', '.join(decoder)} given to {type(self.base).__name__}, which has no decoder of its own"
             )
-        inputs = {"input_ids": input_ids, "inputs_embeds": inputs_embeds, "attention_mask": attention_mask}
-        inputs = {name: value for name, value in inputs.items() if value is not None}
         if not self._enabled:
+            inputs = _present(input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
             return heads.bare(self.base, self._backbone, self.capt_config, inputs | decoder, labels)
 
         chosen, index = self._chosen(adapter_names, shape[0])
@@ -225,7 +222,7 @@ class CaptModel(nn.Module):
         self, chosen: list[Adapter], index: Tensor | None, given: Tensor, mask: Tensor | None, pool_mask: Tensor | None
     ) -> heads.Rows:
         """Packs the batch at the door and runs it through the layers, writing the slots where they are due."""
-        config, backbone = chosen[0].config, self._backbone
+        config, backbone = chosen[0].config, self._running(chosen[0].config)
         capsules: Capsules | MixedCapsules = chosen[0].capsules
         if index is not None:
             capsules = MixedCapsules([a.capsules for a in chosen], index)
@@ -236,18 +233,37 @@ class CaptModel(nn.Module):
         layout = Layout(cu_seqlens, 0, config.lead, pooled)
 
         ops = "reference" if self._backend == "reference" else "auto"
-        context = None
+        stream, context = Stream(rows), None
         for i in range(backbone.num_layers):
+            due = None
             if i in capsules.layers:
-                rows, grown = place(capsules, capsules.layers.index(i), rows, layout, ops)
-                if grown is not layout:
-                    layout, context = grown, None
+                prompted = capsules.layers.index(i)
+                if layout.slots:
+                    due = refresh(capsules, prompted, stream, layout, ops)
+                else:
+                    rows, layout = place(capsules, prompted, stream.rows, layout, ops)
+                    stream, context = Stream(rows), None
             if i == 0:
-                rows = backbone.start(rows)
+                stream = backbone.start(stream.rows)
             if context is None:
-                context = backbone.context(rows, layout, config.positions)
-            rows = backbone.layer(i, rows, layout, context)
-        return heads.Rows(backbone.finish(rows), layout, indices, *given.shape[:2])
+                context = backbone.context(stream.residual, layout, config.positions)
+            stream = backbone.layer(i, stream, layout, context, due)
+        return heads.Rows(backbone.finish(stream), layout, indices, *given.shape[:2])
+
+    def _running(self, config: CaptConfig) -> Any:
+        """The backbone of the next forward."""
+        if self._backend == "fused":
+            return self._fused_or_raise(config)
+        fits = self._backend == "auto" and self._packed.obstacle(config.positions) is None
+        return self._packed if fits else self._backbone
+
+    def _fused_or_raise(self, config: CaptConfig) -> Any:
+        obstacle = self._packed.obstacle(config.positions)
+        if obstacle is not None:
+            raise NotImplementedError(
+                f"backend 'fused' cannot run this {type(self.base).__name__}: {obstacle}; 'auto' and 'reference' run it"
+            )
+        return self._packed
 
     def generate(self, *_: Any, **__: Any) -> NoReturn:
         """Not there yet.
@@ -312,7 +328,7 @@ class CaptModel(nn.Module):
         Raises:
             ValueError: a file that is missing, corrupt, incomplete or made for another base; it names both sides.
         """
-        config, tensors = saving.load(directory, backbone_of(base))
+        config, tensors = saving.load(directory, backbones_of(base)[0])
         model = cls(base, config, adapter_name)
         saving.fill(model._adapter(adapter_name), tensors, directory)
         if not is_trainable:
@@ -333,6 +349,11 @@ class CaptModel(nn.Module):
             raise
         if is_trainable:
             self.set_adapter(adapter_name)
+
+
+def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
+    """Those that were given."""
+    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 
 def _the_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:

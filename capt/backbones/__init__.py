@@ -1,27 +1,32 @@
-"""How each family of base models runs its own layers, one at a time, so that slots can be written between them."""
+"""How each family of base models runs its own layers, one at a time, so that slots can be written between them.
+
+Every family has two backbones of one interface: a reference, which calls the base's own layers on padded rows, and a
+packed one, which calls the base's own Linear modules on packed rows and capt_kernels for the rest.
+"""
 
 from __future__ import annotations
-
-from typing import Any
 
 from transformers import PreTrainedModel
 
 from .decoder import DecoderBackbone
+from .packed_decoder import PackedDecoderBackbone
+from .packed_t5 import PackedT5EncoderBackbone
 from .t5 import T5EncoderBackbone
 
-#: model_type of a base's config -> the backbone that runs it.
-BACKBONES: dict[str, Any] = {
-    "llama": DecoderBackbone,
-    "mistral": DecoderBackbone,
-    "qwen2": DecoderBackbone,
-    "qwen3": DecoderBackbone,
-    "t5": T5EncoderBackbone,
-}
 Backbone = DecoderBackbone | T5EncoderBackbone
+_DECODER = (DecoderBackbone, PackedDecoderBackbone)
+#: model_type of a base's config -> its reference backbone and its packed one.
+BACKBONES: dict[str, tuple[type[Backbone], type[PackedDecoderBackbone] | type[PackedT5EncoderBackbone]]] = {
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": _DECODER,
+    "t5": (T5EncoderBackbone, PackedT5EncoderBackbone),
+}
 
 
-def backbone_of(base: PreTrainedModel) -> Backbone:
-    """The backbone of ``base``.
+def backbones_of(base: PreTrainedModel) -> tuple[Backbone, PackedDecoderBackbone | PackedT5EncoderBackbone]:
+    """The reference and the packed backbone of ``base``.
 
     Raises:
         ValueError: ``base`` is no transformers model. NotImplementedError: a family that is not supported.
@@ -31,7 +36,8 @@ def backbone_of(base: PreTrainedModel) -> Backbone:
     kind = base.config.model_type
     if kind not in BACKBONES:
         raise NotImplementedError(f"bases of model_type {kind!r} are not supported; supported: {', '.join(BACKBONES)}")
-    return BACKBONES[kind](base)
+    reference, packed = BACKBONES[kind]
+    return reference(base), packed(base)
 
 
-__all__ = ["BACKBONES", "Backbone", "backbone_of"]
+__all__ = ["BACKBONES", "Backbone", "backbones_of"]

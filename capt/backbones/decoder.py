@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
+from capt_kernels import capsule_refresh
+
 from ..layout import Layout
+from .stream import Refresh, Stream
 
 
 @dataclass(frozen=True)
@@ -31,42 +34,45 @@ class DecoderBackbone:
     is_encoder_decoder = False
 
     def __init__(self, base: PreTrainedModel):
-        self.stack: Any = base.base_model
+        self.stack = cast(Any, base.base_model)
         self.config = self.stack.config
         self.num_layers: int = self.config.num_hidden_layers
         self.width: int = self.config.hidden_size
         windowed = getattr(self.config, "sliding_window", None) is not None
         # Qwen names a kind for every layer; Mistral has one window for all of them, Llama none.
         default = "sliding_attention" if windowed else "full_attention"
-        self._kinds: list[str] = getattr(self.config, "layer_types", None) or [default] * self.num_layers
+        self.kinds: list[str] = getattr(self.config, "layer_types", None) or [default] * self.num_layers
 
     def embed(self, input_ids: Tensor) -> Tensor:
         """``[B, T] -> [B, T, D]``."""
         return self.stack.embed_tokens(input_ids)
 
-    def start(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Tensor) -> Stream:
         """What the base does to embeddings, slots included, before its first layer."""
-        return rows
+        return Stream(rows)
 
     def context(self, rows: Tensor, layout: Layout, positions: str) -> DecoderContext:
         """Masks and rotary tables of ``layout``."""
         padded = rows.new_empty(layout.batch, layout.longest, 1)
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks = {kind: makers[kind](self.config, padded, layout.mask, None) for kind in set(self._kinds)}
+        masks = {kind: makers[kind](self.config, padded, layout.mask, None) for kind in set(self.kinds)}
         position_ids = layout.positions(positions)
         return DecoderContext(masks, position_ids, self.stack.rotary_emb(padded, position_ids))
 
-    def layer(self, index: int, rows: Tensor, layout: Layout, context: DecoderContext) -> Tensor:
-        """The base's layer ``index`` on ``rows [R, D]``."""
+    def layer(
+        self, index: int, stream: Stream, layout: Layout, context: DecoderContext, refresh: Refresh | None
+    ) -> Stream:
+        """The base's layer ``index``, after the slots that are due in front of it."""
+        rows = stream.rows if refresh is None else capsule_refresh(stream.rows, **refresh.arguments(layout))
         out = self.stack.layers[index](
             layout.pad(rows),
-            attention_mask=context.masks[self._kinds[index]],
+            attention_mask=context.masks[self.kinds[index]],
             position_ids=context.position_ids,
             position_embeddings=context.rotary,
             use_cache=False,
         )
-        return layout.unpad(out)
+        return Stream(layout.unpad(out))
 
-    def finish(self, rows: Tensor) -> Tensor:
-        """The norm behind the last layer."""
-        return self.stack.norm(rows)
+    def finish(self, stream: Stream) -> Tensor:
+        """``[R, D]`` behind the last norm."""
+        return self.stack.norm(stream.rows)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_bidirectional_mask
 
-from capt_kernels import t5_bias_table
+from capt_kernels import capsule_refresh, t5_bias_table
 
 from ..layout import Layout
+from .stream import Refresh, Stream
 
 
 @dataclass(frozen=True)
@@ -32,8 +33,7 @@ class T5EncoderBackbone:
     is_encoder_decoder = True
 
     def __init__(self, base: PreTrainedModel):
-        model: Any = base.base_model
-        self.stack: Any = model.encoder
+        self.stack = cast(Any, base.base_model).encoder
         self.config = self.stack.config
         self.num_layers: int = self.config.num_layers
         self.width: int = self.config.d_model
@@ -42,32 +42,37 @@ class T5EncoderBackbone:
         """``[B, T] -> [B, T, D]``."""
         return self.stack.embed_tokens(input_ids)
 
-    def start(self, rows: Tensor) -> Tensor:
+    def start(self, rows: Tensor) -> Stream:
         """T5 drops out of its embeddings; the slot takes part as prompt tuning's rows do."""
-        return self.stack.dropout(rows)
+        return Stream(self.stack.dropout(rows))
 
     def context(self, rows: Tensor, layout: Layout, positions: str) -> T5Context:
         """Mask ``[B, 1, L, L]`` and bias ``[1 or B, H, L, L]`` of ``layout``."""
         padded = rows.new_empty(layout.batch, layout.longest, 1)
         mask = create_bidirectional_mask(self.config, padded, layout.mask)
-        weight = self.stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight
-        table = t5_bias_table(
-            weight,
-            max(layout.longest, 1),
+        reach = max(layout.longest, 1)
+        table = self.bias_table(reach)
+        place = layout.positions(positions)[: 1 if positions == "shift" else None]
+        distance = place[:, None, :] - place[:, :, None]
+        bias = table[:, distance + reach - 1].transpose(0, 1)
+        return T5Context(mask, bias.to(rows.dtype))
+
+    def bias_table(self, reach: int) -> Tensor:
+        """``[H, 2*reach-1]``: the relative bias that all blocks share, by distance."""
+        return t5_bias_table(
+            self.stack.block[0].layer[0].SelfAttention.relative_attention_bias.weight,
+            reach,
             bidirectional=True,
             num_buckets=self.config.relative_attention_num_buckets,
             max_distance=self.config.relative_attention_max_distance,
         )
-        place = layout.positions(positions)[: 1 if positions == "shift" else None]
-        distance = place[:, None, :] - place[:, :, None]
-        bias = table[:, distance + max(layout.longest, 1) - 1].transpose(0, 1)
-        return T5Context(mask, bias.to(rows.dtype))
 
-    def layer(self, index: int, rows: Tensor, layout: Layout, context: T5Context) -> Tensor:
-        """The base's block ``index`` on ``rows [R, D]``."""
+    def layer(self, index: int, stream: Stream, layout: Layout, context: T5Context, refresh: Refresh | None) -> Stream:
+        """The base's block ``index``, after the slots that are due in front of it."""
+        rows = stream.rows if refresh is None else capsule_refresh(stream.rows, **refresh.arguments(layout))
         out = self.stack.block[index](layout.pad(rows), context.mask, context.position_bias)
-        return layout.unpad(out[0])
+        return Stream(layout.unpad(out[0]))
 
-    def finish(self, rows: Tensor) -> Tensor:
-        """The norm and dropout behind the last block."""
-        return self.stack.dropout(self.stack.final_layer_norm(rows))
+    def finish(self, stream: Stream) -> Tensor:
+        """``[R, D]`` behind the last norm and dropout."""
+        return self.stack.dropout(self.stack.final_layer_norm(stream.rows))

@@ -24,7 +24,7 @@ def trec(*, split_seed: int = 0) -> Task:
         if line.strip():
             kind, _, question = line.partition(" ")
             rows.append(example({"text": question.strip()}, kind.partition(":")[0], f"{path}, line {number}"))
-    prompt = Prompt("Question: {text}\nAsks for a", "text", tuple(words), tuple(words.values()))
+    prompt = Prompt("Question: {text}\nAnswer type:", "text", tuple(words), tuple(words.values()))
     return Task("trec", prompt, cut_rows(distinct(rows), _SHARES, split_seed, "trec"))
 
 

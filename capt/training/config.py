@@ -116,6 +116,7 @@ class TrainConfig:
             task=self.task_vectors,
             task_type="SEQ_CLS",
             label_words=label_words,
+            base_model_name_or_path=self.model,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,7 +29,7 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 from transformers.trainer_utils import EvalPrediction, rotate_checkpoints
 
 from .. import saving
-from ..backbones import backbone_of
+from ..backbones import backbones_of
 from ..model import CaptModel
 from ..staging import staged
 from .config import TrainConfig
@@ -163,7 +163,7 @@ class CaptTrainer(Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         capt_model = self.accelerator.unwrap_model(self.model)
         folder = Path(resume_from_checkpoint)
-        _, tensors = saving.load(folder, backbone_of(capt_model.base))
+        _, tensors = saving.load(folder, backbones_of(capt_model.base)[0])
         saving.fill(capt_model.adapters[capt_model.active_adapter], tensors, folder)
 
     def _load_best_model(self) -> None:

@@ -293,6 +293,7 @@ def test_gradient_checkpointing_gives_the_same_gradient(family, when, reentrant)
         model = get_capt_model(base, CaptConfig(lead=1)).double().train()
         if checkpointing and when == "after":
             model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.backend = "reference"
         count = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, c=count: c.append(t.nbytes) or t, lambda t: t):
             loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
@@ -465,8 +466,6 @@ def test_inputs_that_do_not_fit():
         model.generate(ids)
     with pytest.raises(ValueError, match="backend must be one of auto, reference, fused, got 'x'"):
         model.backend = "x"
-    with pytest.raises(NotImplementedError, match="no fused backbone for model_type 'llama'"):
-        model.backend = "fused"
 
 
 def test_reference_and_auto_backends_agree():
@@ -474,4 +473,4 @@ def test_reference_and_auto_backends_agree():
     ids, mask = batch_of((4, 6), "left")
     auto = model(input_ids=ids, attention_mask=mask).logits
     model.backend = "reference"
-    torch.testing.assert_close(model(input_ids=ids, attention_mask=mask).logits, auto, rtol=1e-10, atol=1e-10)
+    assert (model(input_ids=ids, attention_mask=mask).logits - auto).abs().max() <= 1e-6 * auto.abs().max()

@@ -17,6 +17,7 @@ LENGTHS = (5, 1, 9)
 def check(family, config, side="left", lengths=LENGTHS, pool=False):
     base = make_base(family)
     model = get_capt_model(base, config).double().eval()
+    model.backend = "reference"
     randomise(model)
     adapter = model.adapters["default"]
     ids, mask = batch_of(lengths, side)

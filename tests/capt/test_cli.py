@@ -1,0 +1,239 @@
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from capt import cli
+from capt.cli import main
+
+from .tiny import save_llama, write_reviews
+
+FAST = ["--batch-size", "8", "--max-steps", "4", "--eval-steps", "2", "--learning-rate", "0.1"]
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("sources")
+    return {"model": save_llama(folder / "llama"), "reviews": write_reviews(folder / "reviews.csv")}
+
+
+@pytest.fixture(scope="module")
+def run(sources, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    assert main(["train", *base_flags(sources), "--output-dir", str(folder), *FAST]) == 0
+    return folder
+
+
+def base_flags(sources):
+    return ["--model", sources["model"], "--task", "file", "--train-file", sources["reviews"]]
+
+
+def refused(capsys, arguments):
+    """The one line on stderr of a command line that must be refused."""
+    try:
+        code = main(arguments)
+    except SystemExit as exit:  # argparse leaves by itself
+        code = exit.code
+    out, err = capsys.readouterr()
+    assert code == 2
+    assert out == ""
+    assert len(err.splitlines()) == 1, err
+    return err
+
+
+def test_train_prints_what_it_reached(sources, tmp_path, capsys):
+    assert main(["train", *base_flags(sources), "--output-dir", str(tmp_path / "run"), *FAST]) == 0
+    out, err = capsys.readouterr()
+    results = json.loads((tmp_path / "run/results.json").read_text())
+    assert f"accuracy {results['metrics']['test']['accuracy']:.4f}" in out
+    assert "64 trained parameters" in out
+    assert err == ""  # no bar where stderr is no terminal
+
+
+def test_flags_win_over_the_file(sources, tmp_path):
+    config = tmp_path / "config.yaml"
+    config.write_text("max_steps: 9\nlearning_rate: 1e-2\nfirst_mean: false\nlead: 1\nbatch_size: 4\n")
+    flags = ["--config", str(config), "--max-steps", "2", "--batch-size", "8", "--output-dir", str(tmp_path / "run")]
+    assert main(["train", *base_flags(sources), *flags]) == 0
+    used = json.loads((tmp_path / "run/results.json").read_text())["config"]
+    assert (used["max_steps"], used["batch_size"], used["learning_rate"]) == (2, 8, 0.01)
+    assert (used["first_mean"], used["lead"]) == (False, 1)
+
+
+def test_evaluate_agrees_with_training(run, sources, tmp_path, capsys):
+    assert main(["evaluate", str(run), "--output", str(tmp_path / "metrics.json")]) == 0
+    found = json.loads((tmp_path / "metrics.json").read_text())["metrics"]
+    assert found == json.loads((run / "results.json").read_text())["metrics"]["test"]
+    assert f"accuracy\t{found['accuracy']:.4f}" in capsys.readouterr().out
+    assert main(["evaluate", str(run), "--file", sources["reviews"]]) == 0
+    assert "rows\t60" in capsys.readouterr().out
+
+
+def test_predict_reads_texts_a_file_and_stdin(run, tmp_path, capsys, monkeypatch):
+    texts = ["the film was great", "dull", "a story about people and time"]
+    assert main(["predict", str(run), *(flag for text in texts for flag in ("--text", text))]) == 0
+    expected = capsys.readouterr().out
+    lines = [line.split("\t") for line in expected.splitlines()]
+    assert len(lines) == 3
+    assert all(label in ("good", "bad") and 0.5 <= float(probability) <= 1 for label, probability in lines)
+
+    (tmp_path / "texts.txt").write_text("\n".join(texts))
+    (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    (tmp_path / "texts.csv").write_text("body\n" + "\n".join(texts))
+    for flags in (["texts.txt"], ["texts.jsonl"], ["texts.csv", "--text-column", "body"]):
+        assert main(["predict", str(run), "--file", str(tmp_path / flags[0]), *flags[1:]]) == 0
+        assert capsys.readouterr().out == expected
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(texts)))
+    assert main(["predict", str(run), "--batch-size", "1"]) == 0
+    assert capsys.readouterr().out == expected
+
+    assert main(["predict", str(run), "--text", texts[0], "--format", "jsonl"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    assert row["label"] == lines[0][0]
+    assert row["probability"] == max(row["probabilities"].values()) == pytest.approx(float(lines[0][1]), abs=1e-4)
+
+
+def test_backends_are_listed(capsys):
+    assert main(["backends"]) == 0
+    assert "reference\tyes\t" in capsys.readouterr().out
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--task", "imdb"], "unknown task 'imdb'; there are trec"),
+        (["--task", "trec"], "task 'trec' takes no train_file"),
+        (["--train-file", "nowhere.csv"], "nowhere.csv: there is no such file"),
+        (["--text-column", "body"], "there is no column 'body'; there are 'text', 'label'"),
+        (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
+        (["--batch-size", "many"], "invalid int value: 'many'"),
+        (["--optimizer", "sgd"], "invalid choice: 'sgd'"),
+        (["--lerning-rate", "1"], "unrecognized arguments: --lerning-rate"),
+        (["--variant", "sum"], "variant must be one of"),
+        (["--depth", "0,7"], "does not fit a base with 2 layers"),
+        (["--label-words", " fine great", " bad"], "label word ' fine great' must be a single token"),
+        (["--max-length", "1"], "nothing of 'text' is left"),
+        (["--model", "/nowhere"], "model '/nowhere' cannot be loaded"),
+        (["--resume"], "holds no run to resume"),
+        (["--config", "nowhere.yaml"], "nowhere.yaml: there is no such file"),
+        (["--backend", "cuda"], "backend must be one of"),
+    ],
+)
+def test_train_refuses_in_one_line_and_leaves_nothing(sources, tmp_path, capsys, flags, message):
+    err = refused(capsys, ["train", *base_flags(sources), "--output-dir", str(tmp_path / "run"), *flags])
+    assert err.startswith("capt")
+    assert message in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_config_file_with_an_unknown_field(sources, tmp_path, capsys):
+    (tmp_path / "c.yaml").write_text("lerning_rate: 1")
+    err = refused(capsys, ["train", *base_flags(sources), "--config", str(tmp_path / "c.yaml")])
+    assert "unknown field 'lerning_rate'; did you mean 'learning_rate'?" in err
+
+
+def test_an_unsupported_base(sources, tmp_path, capsys):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from .tiny import save_tokenizer
+
+    size = len(save_tokenizer(tmp_path / "gpt2"))
+    GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path / "gpt2")
+    flags = [*base_flags(sources), "--model", str(tmp_path / "gpt2"), "--output-dir", str(tmp_path / "run")]
+    assert "gpt2" in refused(capsys, ["train", *flags]).lower()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda run: (run / "adapter/adapter_model.safetensors").write_bytes(b"\x00" * 20),
+            "adapter_model.safetensors",
+        ),
+        (lambda run: (run / "adapter/adapter_config.json").write_text("{"), "adapter_config.json"),
+        (lambda run: (run / "adapter/adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
+        (lambda run: (run / "prompt.json").write_text("{"), "prompt.json is not JSON"),
+        (lambda run: (run / "train_config.json").unlink(), "is no run"),
+    ],
+)
+def test_a_damaged_run(run, tmp_path, capsys, damage, message):
+    import shutil
+
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    damage(copy)
+    assert message in refused(capsys, ["predict", str(copy), "--text", "x"])
+    assert message in refused(capsys, ["evaluate", str(copy)])
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--text", " "], "--text, line 1: text is empty"),
+        (["--file", "nowhere.txt"], "nowhere.txt: there is no such file"),
+        (["--file", "nowhere.csv"], "nowhere.csv: there is no such file"),
+        (["--text", "x", "--batch-size", "0"], "--batch-size must be at least 1, got 0"),
+        (["--text", "x", "--file", "y"], "not allowed with argument --text"),
+    ],
+)
+def test_predict_refuses(run, capsys, flags, message):
+    assert message in refused(capsys, ["predict", str(run), *flags])
+
+
+def test_empty_stdin(run, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(""))
+    assert "stdin holds no text" in refused(capsys, ["predict", str(run)])
+
+
+def test_evaluate_refuses_an_unknown_label(run, tmp_path, capsys):
+    (tmp_path / "a.csv").write_text("text,label\na film,good\na film,ugly\n")
+    err = refused(capsys, ["evaluate", str(run), "--file", str(tmp_path / "a.csv")])
+    assert "a.csv, line 3: label 'ugly' was not seen in training" in err
+
+
+def test_a_defect_keeps_its_traceback(run, monkeypatch):
+    monkeypatch.setattr(cli.Run, "predict", lambda self, rows: torch.ones(1, 2) @ torch.ones(1, 2))
+    with pytest.raises(RuntimeError):
+        main(["predict", str(run), "--text", "x"])
+
+
+# --- as a program -----------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_leaves_the_last_checkpoint(sources, tmp_path):
+    folder = tmp_path / "run"
+    flags = [*base_flags(sources), "--output-dir", str(folder), "--batch-size", "8", "--eval-steps", "2"]
+    command = [sys.executable, "-m", "capt", "train", *flags]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    program = subprocess.Popen([*command, "--max-steps", "100000"], stderr=subprocess.PIPE, text=True, env=environment)
+    deadline = time.monotonic() + 120
+    while not list(folder.glob("checkpoint-*")) and time.monotonic() < deadline and program.poll() is None:
+        time.sleep(0.05)
+    program.send_signal(signal.SIGINT)
+    _, err = program.communicate(timeout=60)
+    assert program.returncode == 130, err
+    assert len(err.splitlines()) == 1, err
+    assert "go on with --resume" in err
+    checkpoints = list(folder.glob("checkpoint-*"))
+    assert checkpoints
+    assert all((path / "trainer_state.json").is_file() for path in checkpoints)
+
+
+def test_output_into_a_closed_pipe(run):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "capt", "predict", str(run), "--text", "the film"]
+    program = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment)
+    program.stdout.close()
+    assert program.stderr.read() == b""
+    program.stderr.close()
+    assert program.wait(timeout=60) == 0

@@ -1,0 +1,149 @@
+"""The packed backbones equal the reference ones: outputs, losses and gradients, for every family and option."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from capt import CaptConfig, get_capt_model
+
+from .naive import DECODERS, FAMILIES, batch_of, make_base, randomise
+
+
+#: transformers norms in fp32 whatever the dtype, so that fp64 agrees to fp32 rounding only.
+TIGHT = 5e-6
+
+
+def both(family, config, lengths=(5, 1, 12, 0, 9), side="left", dtype=torch.float64, labels=True):
+    """Outputs and gradients of a training forward under both backends."""
+    model = get_capt_model(make_base(family, dtype), config).eval()
+    if dtype == torch.float64:
+        model = model.double()
+    randomise(model)
+    ids, mask = batch_of(lengths, side)
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if labels:
+        inputs["labels"] = ids.masked_fill(mask == 0, -100)
+    results = []
+    for backend in ("fused", "reference"):
+        model.backend = backend
+        model.zero_grad()
+        out = model(**inputs)
+        loss = out.loss if labels else out.logits.square().mean()
+        grads = torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad])
+        results.append((out.logits, loss, *grads))
+    return results
+
+
+def assert_equal(results, tolerance):
+    for fused, reference in zip(*results, strict=True):
+        scale = reference.abs().max()
+        assert (fused - reference).abs().max() <= tolerance * max(scale, 1e-6)
+
+
+@pytest.mark.parametrize("side", ["left", "right", "holes"])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_families(family, side):
+    assert_equal(both(family, CaptConfig(), side=side), TIGHT)
+    assert_equal(both(family, CaptConfig(), side=side, dtype=torch.float32), 1e-5)
+
+
+OPTIONS = {
+    "lead": CaptConfig(lead=1),
+    "lead, no first mean": CaptConfig(lead=1, first_mean=False),
+    "lead past the end": CaptConfig(lead=3, length=2),
+    "four slots": CaptConfig(length=4),
+    "no instance": CaptConfig(instance=False, length=3),
+    "prepending": CaptConfig(variant="prepending", length=2),
+    "extraction": CaptConfig(variant="extraction"),
+    "projection": CaptConfig(variant="projection", rank=3, lead=1),
+    "input": CaptConfig(depth="input"),
+    "latter half": CaptConfig(depth="latter_half"),
+    "odd": CaptConfig(depth="odd"),
+    "listed": CaptConfig(depth=[1, 3]),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_options(family, name):
+    assert_equal(both(family, OPTIONS[name]), TIGHT)
+
+
+def test_positions_kept():
+    assert_equal(both("llama", CaptConfig(positions="keep", lead=1)), TIGHT)
+
+
+@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 127, 513])
+def test_lengths(length):
+    for family in ("llama", "t5"):
+        assert_equal(both(family, CaptConfig(depth=[0, 3]), lengths=(length, 3)), TIGHT)
+
+
+def test_what_makes_auto_fall_back_and_fused_raise():
+    model = get_capt_model(make_base("t5"), CaptConfig()).double()
+    model.train()
+    assert model._running(model.capt_config) is model._backbone
+    with pytest.raises(
+        NotImplementedError, match="cannot run this T5ForConditionalGeneration: its attention drops out"
+    ):
+        model.backend = "fused"
+    model.eval()
+    assert model._running(model.capt_config) is model._packed
+    with pytest.raises(NotImplementedError, match="positions='keep'"):
+        get_capt_model(make_base("t5"), CaptConfig(positions="keep")).eval().backend = "fused"
+
+    model = get_capt_model(make_base("llama"), CaptConfig()).double()
+    seen = []
+    handle = model.base.model.layers[1].register_forward_hook(lambda *_: seen.append(1))
+    with pytest.raises(NotImplementedError, match="a hook is registered on its LlamaDecoderLayer"):
+        model.backend = "fused"
+    model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    assert seen == [1]
+    handle.remove()
+    assert model._running(model.capt_config) is model._packed
+    model.gradient_checkpointing_enable()
+    assert model.train()._running(model.capt_config) is model._backbone
+    assert model.eval()._running(model.capt_config) is model._packed
+    model.base.config.hidden_act = "quick_gelu"
+    with pytest.raises(NotImplementedError, match="activation 'quick_gelu' has no fused form"):
+        model.backend = "fused"
+
+
+def test_the_bases_own_linear_modules_are_called():
+    """A hooked, quantised or LoRA-wrapped Linear goes on working."""
+    model = get_capt_model(make_base("llama"), CaptConfig()).double().eval()
+    called = []
+    for name, module in model.base.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_hook(lambda *_, n=name: called.append(n))
+    model.backend = "fused"
+    model(input_ids=torch.ones(1, 3, dtype=torch.long))
+    assert len(called) == 7 * 4
+
+
+@pytest.mark.parametrize("family", DECODERS[:1])
+def test_bytes_kept_for_backward(family):
+    """Per row and layer: the residual twice, q, k, v, the attention's output, gate, up, two norms, the log-sum-exp."""
+    model = get_capt_model(make_base(family, torch.float32), CaptConfig()).eval()
+    ids, mask = batch_of((40, 63, 17), "left")
+    resident = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in resident:
+            kept[storage.data_ptr()] = (storage.nbytes(), tensor)
+        return tensor
+
+    model.backend = "fused"
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        loss = model(input_ids=ids, attention_mask=mask).logits.sum()
+    assert loss.requires_grad
+    rows, config = 40 + 63 + 17 + 3, model.config
+    attended = config.num_attention_heads * config.head_dim
+    key_value = config.num_key_value_heads * config.head_dim
+    floats = 2 * config.hidden_size + 2 * attended + 2 * key_value + 2 * config.intermediate_size
+    floats += 2 + config.num_attention_heads
+    needed = rows * 4 * (config.num_hidden_layers * floats + config.hidden_size + 1)
+    assert sum(size for size, _ in kept.values()) <= 1.1 * needed
