@@ -152,8 +152,8 @@ def _convolve_tokens(rows: Tensor, weight: Tensor, bias: Tensor, layout: Layout)
     counts = torch.bincount(sequence, minlength=layout.batch)
     pooled = replace(layout, cu_seqlens=pad(counts.cumsum(0), (1, 0)).int(), slots=0, pool_mask=None)
     padded = pooled.pad(rows[tokens].to(weight.dtype)).transpose(1, 2)
-    # As windows, not as a grouped convolution: each sequence may have another adapter's taps. One window more than there
-    # are tokens, so that the taps have a gradient (0) where no sequence has any.
+    # As windows, not as a grouped convolution: each sequence may have another adapter's taps. One window
+    # more than there are tokens, so that the taps have a gradient (0) where no sequence has any.
     taps = weight.shape[-1]
     windows = pad(padded, (taps // 2, taps // 2 + 1)).unfold(2, taps, 1)
     mixed = (torch.einsum("bdtk,bdk->bdt", windows, weight) + bias[..., None])[..., : pooled.longest]

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from capt_kernels import pack
+from capt_kernels import capsule_refresh, pack
 from capt_kernels.validation import boolean_mask, check_shape
 
-from . import heads, saving
+from . import generation, heads, saving
 from .backbones import backbones_of
 from .backbones.stream import Stream
 from .capsules import Capsules, MixedCapsules, place, refresh
@@ -219,9 +219,18 @@ class CaptModel(nn.Module):
         return chosen, index.to(chosen[0].capsules.vectors.device)
 
     def _run(
-        self, chosen: list[Adapter], index: Tensor | None, given: Tensor, mask: Tensor | None, pool_mask: Tensor | None
+        self,
+        chosen: list[Adapter],
+        index: Tensor | None,
+        given: Tensor,
+        mask: Tensor | None,
+        pool_mask: Tensor | None,
+        slots: list[Tensor] | None = None,
     ) -> heads.Rows:
-        """Packs the batch at the door and runs it through the layers, writing the slots where they are due."""
+        """Packs the batch at the door and runs it through the layers, writing the slots where they are due.
+
+        ``slots`` collects what they hold in front of each prompted layer, ``[B, K, D]`` each.
+        """
         config, backbone = chosen[0].config, self._running(chosen[0].config)
         capsules: Capsules | MixedCapsules = chosen[0].capsules
         if index is not None:
@@ -243,6 +252,10 @@ class CaptModel(nn.Module):
                 else:
                     rows, layout = place(capsules, prompted, stream.rows, layout, ops)
                     stream, context = Stream(rows), None
+                if slots is not None:
+                    if due is not None:
+                        stream, due = Stream(capsule_refresh(stream.rows, **due.arguments(layout))), None
+                    slots.append(stream.rows[layout.slot_rows])
             if i == 0:
                 stream = backbone.start(stream.rows)
             if context is None:
@@ -265,16 +278,31 @@ class CaptModel(nn.Module):
             )
         return self._packed
 
-    def generate(self, *_: Any, **__: Any) -> NoReturn:
-        """Not there yet.
+    def generate(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        adapter_names: Sequence[str] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Generates as the base does, with the slots computed once from the prompts and kept.
+
+        Args:
+            input_ids: ``[B, T]`` prompts, padded on the left. attention_mask: ``[B, T]``, 1 = real.
+            adapter_names: one adapter a prompt, in place of the active one.
+            options: as transformers' ``generate`` takes them: ``max_new_tokens``, ``num_beams``, ``do_sample``,
+                ``cache_implementation``, ...
+
+        Returns:
+            What transformers' ``generate`` returns: ids ``[B, T + new]``, or its output object.
 
         Raises:
-            NotImplementedError: always.
+            ValueError: prompts padded on the right. NotImplementedError: a way to generate, or an adapter, for which slots
+                cannot be kept in the cache; the message says why.
         """
-        raise NotImplementedError(
-            "generate() with a capsule is not implemented yet: the slot has to be computed once from the prompt and "
-            "kept in the cache. Classify with label words, or generate with the bare base: model.base.generate()"
-        )
+        if not self._enabled:
+            return self.base.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
+        return generation.generate(self, _the_input(input_ids, None), attention_mask, adapter_names, options)
 
     # --- what transformers and accelerate ask of a model
     # ---------------------------------------------------------------

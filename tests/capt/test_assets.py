@@ -111,7 +111,7 @@ def test_the_converted_model_is_kept_and_rebuilt_when_damaged(tmp_path, monkeypa
     for loader in (AutoModelForCausalLM, AutoTokenizer):
         real = loader.from_pretrained
 
-        def from_pretrained(folder, gguf_file=None, real=real, **options):
+        def from_pretrained(folder, gguf_file=None, quantization_config=None, real=real, **options):
             read.append(gguf_file)
             return real(source, **options)
 

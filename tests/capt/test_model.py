@@ -462,8 +462,6 @@ def test_inputs_that_do_not_fit():
         classifier()(input_ids=ids, labels=torch.zeros(2, 3, dtype=torch.long))
     with pytest.raises(TypeError, match="output_attentions"):
         model(input_ids=ids, output_attentions=True)
-    with pytest.raises(NotImplementedError, match=r"generate\(\) with a capsule"):
-        model.generate(ids)
     with pytest.raises(ValueError, match="backend must be one of auto, reference, fused, got 'x'"):
         model.backend = "x"
 

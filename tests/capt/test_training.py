@@ -1,5 +1,6 @@
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -7,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, TrainerCallback
 
 from capt import CaptConfig, get_capt_model
-from capt.tasks import encode
+from capt.tasks import Prompt, encode
 from capt.training import Run, TrainConfig, prepare, train
 from capt.training.config import as_flags, read_config_file
 from capt.training.inference import class_logits
@@ -61,9 +62,10 @@ def interrupted(config, step, monkeypatch):
         made(self, *args, **kwargs)
         self.add_callback(Interrupt(step))
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(CaptTrainer, "__init__", with_interrupt)
-        train(config)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
 
 
 def numbers(results):
@@ -122,7 +124,7 @@ def test_an_encoder_decoder_trains_by_label_words(config, sources):
 
 def test_a_run_can_be_loaded_and_used(config):
     results = train(config)
-    run = Run.load(prepare_folder(config))
+    run = Run.load(Path(config.output_dir))
     task = config.load_task()
     rows = run.encode(task.splits["test"], "test")
     assert run.evaluate(rows) == results["metrics"]["test"]
@@ -130,12 +132,6 @@ def test_a_run_can_be_loaded_and_used(config):
     assert all(set(row) == {"bad", "good"} and abs(sum(row.values()) - 1) < 1e-6 for row in probabilities)
     right = [max(p, key=p.get) == row["label"] for p, row in zip(probabilities, task.splits["test"], strict=True)]
     assert sum(right) / len(right) == results["metrics"]["test"]["accuracy"]
-
-
-def prepare_folder(config):
-    from pathlib import Path
-
-    return Path(config.output_dir)
 
 
 # --- interruption -----------------------------------------------------------------------------------------------------
@@ -182,9 +178,10 @@ def test_a_checkpoint_cut_short_is_not_there(config, tmp_path, monkeypatch):
             raise KeyboardInterrupt
         saved(self, output_dir)
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(CaptTrainer, "_save_optimizer_and_scheduler", cut_short)
-        train(config)
+        with pytest.raises(KeyboardInterrupt):
+            train(config)
     folder = tmp_path / "run"
     assert sorted(path.name for path in folder.iterdir()) == ["checkpoint-6", "prompt.json", "train_config.json"]
     assert last_checkpoint(folder) == folder / "checkpoint-6"
@@ -314,8 +311,6 @@ def test_logits_come_in_the_order_of_the_rows(sources):
     base, _ = load_base(sources["llama"], 2)
     tokenizer = AutoTokenizer.from_pretrained(sources["llama"])
     model = get_capt_model(base, CaptConfig(label_words=(5, 6))).eval()
-    from capt.tasks import Prompt
-
     texts = ["the film was a story", "fine", "a story about people", "the film", "dull film was"]
     rows = encode([{"text": text} for text in texts], Prompt("{text}", "text", ("a", "b")), tokenizer, 16, "x")
     together = class_logits(model, tokenizer, rows, 2, model.device)

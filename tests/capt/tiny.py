@@ -38,7 +38,13 @@ def save_llama(folder: Path, with_pad: bool = True) -> str:
     torch.manual_seed(1)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(
-        vocab_size=len(tokenizer), num_key_value_heads=2, pad_token_id=0, eos_token_id=1, bos_token_id=1, **sizes
+        vocab_size=len(tokenizer),
+        num_key_value_heads=2,
+        pad_token_id=0,
+        eos_token_id=1,
+        bos_token_id=1,
+        initializer_range=0.2,  # at the usual 0.02 a random model hardly hears its prompt
+        **sizes,
     )
     LlamaForCausalLM(config).save_pretrained(folder)
     return str(folder)
