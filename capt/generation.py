@@ -69,7 +69,7 @@ def _check(model: CaptModel, config: Any, mask: Tensor, options: dict[str, Any])
         raise NotImplementedError(f"{type(model.base).__name__} has no language-model head to generate with")
     if config.prompted_layers(model._backbone.num_layers)[0] != 0:
         raise NotImplementedError(
-            f"generate() wants the first layer prompted, so that every layer's cache has slots, got depth {config.depth!r}"
+            f"generate() wants slots in every layer's cache, so the first layer prompted, got depth {config.depth!r}"
         )
     if config.positions != "shift":
         raise NotImplementedError(f"generate() counts slots as positions ('shift'), got positions {config.positions!r}")

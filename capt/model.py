@@ -12,17 +12,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
-from capt_kernels import capsule_refresh, pack
-from capt_kernels.validation import boolean_mask, check_shape
+from capt_kernels.validation import check_shape
 
 from . import generation, heads, saving
 from .backbones import backbones_of
-from .backbones.stream import Stream
-from .capsules import Capsules, MixedCapsules, place, refresh
+from .capsules import Capsules, MixedCapsules
 from .config import CaptConfig
-from .layout import Layout
-
-BACKENDS = ("auto", "reference", "fused")
+from .runner import BACKENDS, Runner
 
 
 class Adapter(nn.Module):
@@ -51,14 +47,16 @@ class CaptModel(nn.Module):
             ``"fused"`` runs packed rows through capt_kernels; ``"auto"`` takes the fastest that the base has.
     """
 
+    base: Any
+
     def __init__(self, base: PreTrainedModel, config: CaptConfig, adapter_name: str = "default"):
         super().__init__()
-        self._backbone, self._packed = backbones_of(base)
+        self._runner = Runner(base)
+        self._backbone = self._runner.reference
         self.base = base
         self.adapters = nn.ModuleDict()
         self._thawed = [p for p in base.parameters() if p.requires_grad]
         base.requires_grad_(False)
-        self._backend = "auto"
         self._enabled = True
         self.add_adapter(adapter_name, config)
         self.set_adapter(adapter_name)
@@ -138,15 +136,18 @@ class CaptModel(nn.Module):
 
     @property
     def backend(self) -> str:
-        return self._backend
+        return self._runner.backend
 
     @backend.setter
     def backend(self, name: str) -> None:
         if name not in BACKENDS:
             raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
-        if name == "fused":
-            self._fused_or_raise(self.capt_config)
-        self._backend = name
+        before, self._runner.backend = self._runner.backend, name
+        try:
+            self._runner.choose(self.capt_config.positions)
+        except NotImplementedError:
+            self._runner.backend = before
+            raise
 
     def forward(
         self,
@@ -227,56 +228,9 @@ class CaptModel(nn.Module):
         pool_mask: Tensor | None,
         slots: list[Tensor] | None = None,
     ) -> heads.Rows:
-        """Packs the batch at the door and runs it through the layers, writing the slots where they are due.
-
-        ``slots`` collects what they hold in front of each prompted layer, ``[B, K, D]`` each.
-        """
-        config, backbone = chosen[0].config, self._running(chosen[0].config)
-        capsules: Capsules | MixedCapsules = chosen[0].capsules
-        if index is not None:
-            capsules = MixedCapsules([a.capsules for a in chosen], index)
-        hidden = backbone.embed(given) if given.dim() == 2 else given
-        real = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if mask is None else mask
-        rows, cu_seqlens, indices = pack(hidden, real)
-        pooled = None if pool_mask is None else boolean_mask("pool_mask", pool_mask).flatten()[indices]
-        layout = Layout(cu_seqlens, 0, config.lead, pooled)
-
-        ops = "reference" if self._backend == "reference" else "auto"
-        stream, context = Stream(rows), None
-        for i in range(backbone.num_layers):
-            due = None
-            if i in capsules.layers:
-                prompted = capsules.layers.index(i)
-                if layout.slots:
-                    due = refresh(capsules, prompted, stream, layout, ops)
-                else:
-                    rows, layout = place(capsules, prompted, stream.rows, layout, ops)
-                    stream, context = Stream(rows), None
-                if slots is not None:
-                    if due is not None:
-                        stream, due = Stream(capsule_refresh(stream.rows, **due.arguments(layout))), None
-                    slots.append(stream.rows[layout.slot_rows])
-            if i == 0:
-                stream = backbone.start(stream.rows)
-            if context is None:
-                context = backbone.context(stream.residual, layout, config.positions)
-            stream = backbone.layer(i, stream, layout, context, due)
-        return heads.Rows(backbone.finish(stream), layout, indices, *given.shape[:2])
-
-    def _running(self, config: CaptConfig) -> Any:
-        """The backbone of the next forward."""
-        if self._backend == "fused":
-            return self._fused_or_raise(config)
-        fits = self._backend == "auto" and self._packed.obstacle(config.positions) is None
-        return self._packed if fits else self._backbone
-
-    def _fused_or_raise(self, config: CaptConfig) -> Any:
-        obstacle = self._packed.obstacle(config.positions)
-        if obstacle is not None:
-            raise NotImplementedError(
-                f"backend 'fused' cannot run this {type(self.base).__name__}: {obstacle}; 'auto' and 'reference' run it"
-            )
-        return self._packed
+        """:meth:`.Runner.run` with the capsules of the batch's adapters."""
+        own = [a.capsules for a in chosen]
+        return self._runner.run(own[0] if index is None else MixedCapsules(own, index), given, mask, pool_mask, slots)
 
     def generate(
         self,
@@ -297,8 +251,8 @@ class CaptModel(nn.Module):
             What transformers' ``generate`` returns: ids ``[B, T + new]``, or its output object.
 
         Raises:
-            ValueError: prompts padded on the right. NotImplementedError: a way to generate, or an adapter, for which slots
-                cannot be kept in the cache; the message says why.
+            ValueError: prompts padded on the right.
+            NotImplementedError: a way to generate, or an adapter, whose slots cannot be kept in the cache; says why.
         """
         if not self._enabled:
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask, **options)

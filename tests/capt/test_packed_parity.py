@@ -83,13 +83,11 @@ def test_lengths(length):
 def test_what_makes_auto_fall_back_and_fused_raise():
     model = get_capt_model(make_base("t5"), CaptConfig()).double()
     model.train()
-    assert model._running(model.capt_config) is model._backbone
-    with pytest.raises(
-        NotImplementedError, match="cannot run this T5ForConditionalGeneration: its attention drops out"
-    ):
+    assert model._runner.choose("shift") is model._runner.reference
+    with pytest.raises(NotImplementedError, match="cannot run this base: its attention drops out"):
         model.backend = "fused"
     model.eval()
-    assert model._running(model.capt_config) is model._packed
+    assert model._runner.choose("shift") is model._runner.packed
     with pytest.raises(NotImplementedError, match="positions='keep'"):
         get_capt_model(make_base("t5"), CaptConfig(positions="keep")).eval().backend = "fused"
 
@@ -101,10 +99,10 @@ def test_what_makes_auto_fall_back_and_fused_raise():
     model(input_ids=torch.ones(1, 3, dtype=torch.long))
     assert seen == [1]
     handle.remove()
-    assert model._running(model.capt_config) is model._packed
+    assert model._runner.choose("shift") is model._runner.packed
     model.gradient_checkpointing_enable()
-    assert model.train()._running(model.capt_config) is model._backbone
-    assert model.eval()._running(model.capt_config) is model._packed
+    assert model.train()._runner.choose("shift") is model._runner.reference
+    assert model.eval()._runner.choose("shift") is model._runner.packed
     model.base.config.hidden_act = "quick_gelu"
     with pytest.raises(NotImplementedError, match="activation 'quick_gelu' has no fused form"):
         model.backend = "fused"
