@@ -60,11 +60,16 @@ def _triton_status() -> BackendStatus:
 
 
 def _flash_attn_status() -> BackendStatus:
-    if importlib.util.find_spec("flash_attn") is None:
+    implementation = importlib.import_module(f"{__package__}.attention.flash_attn").implementation()
+    if implementation is None:
         return BackendStatus(False, "flash-attn is not installed: pip install 'capt-kernels[flash]'")
-    if not torch.cuda.is_available():
-        return BackendStatus(False, "flash-attn needs a CUDA device and torch sees none")
-    return BackendStatus(True, "flash-attn on CUDA")
+    name = "flash-attn" if implementation == "flash_attn" else "torch.nn.attention.varlen"
+    # ROCm's builds of both are other kernels, which nobody has tried this on.
+    if not torch.cuda.is_available() or torch.version.hip is not None:
+        return BackendStatus(False, f"{name} is there but needs a CUDA device, and torch sees none")
+    if torch.cuda.get_device_capability() < (8, 0):
+        return BackendStatus(False, f"{name} is there but needs compute capability 8.0 or more")
+    return BackendStatus(True, f"{name} on CUDA")
 
 
 def backends() -> dict[str, BackendStatus]:

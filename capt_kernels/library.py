@@ -54,6 +54,16 @@ _LIBRARY.define(
 # Each is the other's backward. hidden [B, T, ...] and rows [N, ...] of any dtype; indices [N] rise strictly within B*T.
 _LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
 _LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
+# q [R, H, d], k and v [Rk, Hkv, d], bias_table [H, 2*Tmax-1]; lse is the base-2 log-sum-exp [H, R], fp32.
+_LIBRARY.define(
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, bool causal, float scale,"
+    " Tensor? bias_table, SymInt? window) -> (Tensor out, Tensor lse)"
+)
+_LIBRARY.define(
+    "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens,"
+    " Tensor cu_seqlens_k, bool causal, float scale, Tensor? bias_table, SymInt? window, bool need_q, bool need_keys)"
+    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+)
 
 
 def accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -135,6 +145,17 @@ def _(hidden, indices):
 @torch.library.register_fake("capt_kernels::unpack")
 def _(rows, indices, batch, length):
     return rows.new_empty(batch, length, *rows.shape[1:])
+
+
+@torch.library.register_fake("capt_kernels::attention_forward")
+def _(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window):
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.register_fake("capt_kernels::attention_backward")
+def _(grad, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, need_q, need_keys):
+    wanted = ((q, need_q), (k, need_keys), (v, need_keys))
+    return tuple(x.new_empty(x.shape if needed else 0) for x, needed in wanted)
 
 
 def _load_extension() -> str | None:

@@ -7,13 +7,15 @@ import math
 import torch
 from torch import Tensor
 
+from ..backends import backends, interpreted, kernels, resolve
 from ..packing import pack, unpack
 from ..rotary import apply_rotary
 from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
-from . import reference, sdpa
+from . import flash_attn, fused, reference, sdpa
 from .t5_bias import t5_bias_table
 
-_BACKENDS = {"reference": reference.attention, "cpu": sdpa.attention}
+_BACKENDS = ("reference", "cpu", "triton", "flash_attn")
+_WIDEST_HEAD = 256
 
 
 def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
@@ -49,16 +51,63 @@ def _check_options(causal: bool, scale: float, window: int | None, backend: str)
         raise ValueError(f"backend must be 'auto' or one of {', '.join(_BACKENDS)} for attention, got {backend!r}")
 
 
-def _check_bias(bias_table: Tensor, q: Tensor, longest: int) -> None:
+def _check_bias(bias_table: Tensor, q: Tensor) -> None:
     check_floating("bias_table", bias_table)
     heads = q.shape[-2]
     if bias_table.dim() != 2 or bias_table.shape[0] != heads or bias_table.shape[1] % 2 == 0:
         raise ValueError(f"bias_table must have shape [H, 2*Tmax-1] with H = {heads}, got {tuple(bias_table.shape)}")
+    if bias_table.requires_grad and torch.is_grad_enabled():
+        raise ValueError("bias_table must need no gradient (detach it), as none is computed for it")
+
+
+def _check_reach(bias_table: Tensor, longest: int) -> None:
     reach = (bias_table.shape[1] + 1) // 2
     if longest > reach:
         raise ValueError(f"bias_table must reach Tmax = {longest}, the longest sequence, got one for {reach}")
-    if bias_table.requires_grad and torch.is_grad_enabled():
-        raise ValueError("bias_table must need no gradient (detach it), as none is computed for it")
+
+
+def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None) -> str | None:
+    """What a GPU backend cannot serve of a call, or None."""
+    if backend == "flash_attn" and bias_table is not None:
+        return "takes no bias_table"
+    dtypes = [torch.float16, torch.bfloat16]
+    if backend == "triton":
+        dtypes.append(torch.float32)
+        if q.dtype == torch.bfloat16 and interpreted():
+            return "has no bfloat16 product in Triton's interpreter: it wants a GPU, or float32 or float16"
+    if q.dtype not in dtypes:
+        return f"takes q in {', '.join(str(dtype) for dtype in dtypes)}, got {q.dtype}"
+    multiple = 8 if backend == "flash_attn" else 1
+    if q.shape[-1] > _WIDEST_HEAD or q.shape[-1] % multiple:
+        only = f", multiples of {multiple}" if multiple > 1 else ""
+        return f"takes head sizes up to {_WIDEST_HEAD}{only}, got {q.shape[-1]}"
+    return None
+
+
+def _choose(backend: str, q: Tensor, bias_table: Tensor | None) -> str:
+    """The backend of a call; FlashAttention's own kernels are the fastest where they serve it."""
+    if backend == "auto":
+        if resolve("auto", q.device) != "triton":
+            return "cpu"
+        # Its lengths are read on the host, which would break torch.compile's graph.
+        flash = q.device.type == "cuda" and not torch.compiler.is_compiling()
+        if flash and not _obstacle("flash_attn", q, bias_table) and backends()["flash_attn"].available:
+            return "flash_attn"
+        return "cpu" if _obstacle("triton", q, bias_table) else "triton"
+    if backend == "triton":
+        resolve(backend, q.device)
+    elif backend == "flash_attn":
+        status = backends()[backend]
+        if not status.available:
+            raise ImportError(f"backend 'flash_attn' is not available: {status.reason}")
+        if q.device.type != "cuda":
+            raise ValueError(f"backend 'flash_attn' serves tensors on cuda, got a tensor on {q.device}")
+    else:
+        return backend
+    obstacle = _obstacle(backend, q, bias_table)
+    if obstacle is not None:
+        raise ValueError(f"backend {backend!r} {obstacle}")
+    return backend
 
 
 def _run(
@@ -66,17 +115,28 @@ def _run(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    queries: list[int],
-    keys: list[int],
+    cu_seqlens: Tensor,
+    cu_seqlens_k: Tensor,
     causal: bool,
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    if bias_table is not None:
-        _check_bias(bias_table, q, max([*queries, *keys], default=0))
-    attention = _BACKENDS["cpu" if backend == "auto" else backend]
-    return attention(q, k, v, queries, keys, causal, scale, bias_table, window)
+    """A packed call that has been checked, but for the reach of its bias."""
+    name = _choose(backend, q, bias_table)
+    # A fused call on a GPU leaves the lengths there, as reading them would stall the stream.
+    if name in ("reference", "cpu") or q.device.type == "cpu":
+        queries, keys = cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist()
+        if bias_table is not None:
+            _check_reach(bias_table, max([*queries, *keys], default=0))
+        if name == "reference":
+            return reference.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
+        if name == "cpu":
+            return sdpa.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
+    if name == "flash_attn":
+        return flash_attn.attention(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, window)
+    room = kernels("attention", name)
+    return fused.attention(room, q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window)
 
 
 def capsule_attention(
@@ -99,7 +159,7 @@ def capsule_attention(
     Scores, bias and softmax are in fp32 (fp64 for fp64 input). Grouped heads: query head h reads key head
     ``h // (H / Hkv)``. With m keys against n queries, query i stands at key position ``i + m - n``: the last query is
     aligned to the last key, and causality, window and bias are counted from there. A query that sees no key gives 0.
-    The lengths are read on the host, so ``torch.compile`` breaks the graph here.
+    All but "triton" on a GPU read the lengths on the host, where ``torch.compile`` breaks the graph.
 
     Args:
         q: ``[R, H, d]`` packed, or ``[B, T, H, d]`` padded. fp32, fp16, bf16 or fp64.
@@ -113,16 +173,19 @@ def capsule_attention(
         rotary: ``(cos, sin)``, ``[R, d]`` or ``[B, T, d]``: q and k go through :func:`apply_rotary` first, which wants
             one key a query.
         bias_table: ``[H, 2*Tmax-1]``: ``bias_table[h, j - i + Tmax - 1]`` is added to the score of key j at query i of
-            head h (see :func:`t5_bias_table`). Frozen: no gradient is computed for it.
+            head h (see :func:`t5_bias_table`). Frozen: no gradient is computed for it. "triton" on a GPU does not look
+            at the lengths: there a sequence longer than Tmax gives NaN and no error.
         window: W: a query at i sees the keys ``i - W < j <= i`` of a causal call.
-        backend: "auto", "reference", or "cpu", which is torch's scaled_dot_product_attention a sequence at a time and
-            serves every device.
+        backend: "auto", "reference", "cpu", which is torch's scaled_dot_product_attention a sequence at a time and
+            serves every device, "triton" (head sizes up to 256, no fp64), or "flash_attn" (the flash-attn package, or
+            torch's own build of it; fp16 and bf16, no bias).
 
     Returns:
         The shape and dtype of q; 0 in padding.
 
     Raises:
-        ValueError: a shape, dtype, device, mask, offset or option that does not fit.
+        ValueError: a shape, dtype, device, mask, offset or option that does not fit, or that ``backend`` cannot serve.
+        ImportError: ``backend`` is not on this machine.
     """
     packed = cu_seqlens is not None
     if packed and mask is not None:
@@ -133,6 +196,8 @@ def capsule_attention(
         raise ValueError("cu_seqlens_k was given without cu_seqlens: a padded call tells its keys by mask")
     _check_heads(q, k, v, packed)
     _check_options(causal, scale, window, backend)
+    if bias_table is not None:
+        _check_bias(bias_table, q)
     tensors = [("k", k), ("v", v), ("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)]
     check_same_device("q", q, [*tensors, ("mask", mask), ("bias_table", bias_table)])
 
@@ -155,21 +220,22 @@ def capsule_attention(
         else:
             cu_seqlens_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
             check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens.shape), "cu_seqlens's")
-        return _run(backend, q, k, v, cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist(), *options)
+        return _run(backend, q, k, v, cu_seqlens, cu_seqlens_k, *options)
 
     batch, length = q.shape[:2]
     if k.shape[1] < length:
         raise ValueError(f"k must have at least the {length} tokens of q in a padded call, got {k.shape[1]}")
     if mask is None:
-        queries, keys = [length] * batch, [k.shape[1]] * batch
-        out = _run(backend, q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), queries, keys, *options)
+        each = torch.arange(batch + 1, dtype=torch.int32, device=q.device)
+        rows, key_rows, value_rows = (x.flatten(0, 1) for x in (q, k, v))
+        out = _run(backend, rows, key_rows, value_rows, each * length, each * k.shape[1], *options)
         return out.unflatten(0, (batch, length))
     check_shape("mask", mask, tuple(k.shape[:2]), "[B, Tk]")
     mask = boolean_mask("mask", mask)
     q, cu_seqlens, indices = pack(q, mask[:, mask.shape[1] - length :], backend=door)
     k, cu_seqlens_k, _ = pack(k, mask, backend=door)
     v, _, _ = pack(v, mask, backend=door)
-    out = _run(backend, q, k, v, cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist(), *options)
+    out = _run(backend, q, k, v, cu_seqlens, cu_seqlens_k, *options)
     return unpack(out, indices, batch, length, backend=door)
 
 

@@ -10,6 +10,11 @@ INPUTS = ("contiguous", "sliced", "every other", "transposed", "expanded", "expa
 GRADIENTS = ("contiguous", "sum", "expanded", "every other", "cat", "transposed")
 
 
+def exact(backend):
+    """The widest dtype that every op of a backend has."""
+    return torch.float32 if backend == "triton" else torch.float64
+
+
 def strided(tensor, kind):
     """``tensor`` in memory of another order, NaN in the gaps; its values too, but for the expanded kinds (stride 0)."""
     if kind == "sliced":

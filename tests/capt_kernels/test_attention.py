@@ -12,10 +12,14 @@ import capt_kernels as ck
 from . import checks
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", "triton"])
 def backend(request):
-    """Both run everywhere: "cpu" is torch's own attention."""
-    return request.param
+    """The first two run everywhere: "cpu" is torch's own attention. New tensors lie where the backend is tested."""
+    status = ck.backends()[request.param]
+    if request.param == "triton" and not status.available:
+        pytest.skip(f"triton: {status.reason}")
+    with torch.device("cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"):
+        yield request.param
 
 
 @dataclass(frozen=True)
@@ -49,7 +53,7 @@ def make(case, dtype=torch.float64, kinds=("contiguous",) * 3):
     rows, key_rows = sum(case.lengths) + case.beyond, sum(keys) + case.beyond
     shapes = [(rows, case.heads), (key_rows, case.key_heads), (key_rows, case.key_heads)]
     leaves = [
-        checks.leaves([torch.randn(*s, case.head)], dtype, "cpu", kind)[0]
+        checks.leaves([torch.randn(*s, case.head)], dtype, torch.get_default_device(), kind)[0]
         for s, kind in zip(shapes, kinds, strict=True)
     ]
     options = {"cu_seqlens": offsets(case.lengths), "causal": case.causal, "scale": case.scale, "window": case.window}
@@ -76,6 +80,7 @@ def dense(case, options):
     """The definition: every row of q against every row of k at once, what lies in another sequence unseen."""
     keys = case.lengths if case.keys is None else case.keys
 
+    @torch.device("cpu")
     def attention(q, k, v):
         q_sequence, i = places(case.lengths, keys, len(q))
         k_sequence, j = places(keys, keys, len(k))
@@ -90,7 +95,7 @@ def dense(case, options):
         for h in range(case.heads):
             scores = case.scale * q[:, h] @ k[:, h // group].T
             if case.bias:
-                table = options["bias_table"][h].double()
+                table = options["bias_table"][h].cpu().double()
                 scores = scores + table[(distance + case.bias - 1).clamp(0, 2 * case.bias - 2)]
             weight = torch.where(seen, (scores - scores.detach().max() if scores.numel() else scores).exp(), 0)
             total = weight.sum(-1, keepdim=True)
@@ -147,7 +152,7 @@ OPTIONS = [
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("case", SIZES + LONG + OPTIONS, ids=str)
 def test_equals_one_dense_softmax(case, backend):
-    inputs, options = make(case)
+    inputs, options = make(case, checks.exact(backend))
     checks.compare(op(options), dense(case, options), inputs, backend)
 
 
@@ -155,6 +160,8 @@ def test_equals_one_dense_softmax(case, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*OPTIONS[::3], LONG[0], LONG[2]], ids=str)
 def test_other_dtypes(case, dtype, backend):
+    if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
+        pytest.skip("Triton's interpreter has no bfloat16 product")
     inputs, options = make(case, dtype)
     checks.compare(op(options), dense(case, options), inputs, backend)
 
@@ -169,12 +176,12 @@ MIXED = [("contiguous", "transposed", "sliced"), ("expanded", "sliced", "every o
 @pytest.mark.parametrize("case", [Case(), Case(bias=7, causal=False, beyond=1)], ids=str)
 def test_strides(case, kinds, gradient, backend):
     """k and v of different strides among them: a kernel that reads one with the other's passes wherever they agree."""
-    inputs, options = make(case, kinds=kinds)
+    inputs, options = make(case, checks.exact(backend), kinds)
     checks.compare(op(options), dense(case, options), inputs, backend, gradient)
 
 
 def test_views_of_one_projection(backend):
-    joint = torch.randn(12, 4 * 8 + 2 * 2 * 8, dtype=torch.float64)
+    joint = torch.randn(12, 4 * 8 + 2 * 2 * 8, dtype=checks.exact(backend))
     q, k, v = (x.unflatten(-1, (-1, 8)).requires_grad_() for x in joint.split([32, 16, 16], -1))
     case = Case(lengths=(5, 7))
     options = make(case)[1]
@@ -190,6 +197,7 @@ def test_a_window_of_one_sees_itself_alone(backend):
         torch.testing.assert_close(grad, torch.full_like(grad, want), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("backend", ["reference", "cpu"])  # in fp64, which Triton's kernels do not have
 @pytest.mark.parametrize("case", [Case(), Case(bias=7, causal=False), Case(keys=(9, 2, 7, 0), window=3)], ids=str)
 def test_gradcheck(case, backend):
     inputs, options = make(Case(**{**vars(case), "head": 3}))

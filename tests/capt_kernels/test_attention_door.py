@@ -8,10 +8,14 @@ import torch
 import capt_kernels as ck
 
 
-@pytest.fixture(params=["reference", "cpu"])
+@pytest.fixture(params=["reference", "cpu", "triton"])
 def backend(request):
-    """Both run everywhere: "cpu" is torch's own attention."""
-    return request.param
+    """The first two run everywhere: "cpu" is torch's own attention. New tensors lie where the backend is tested."""
+    status = ck.backends()[request.param]
+    if request.param == "triton" and not status.available:
+        pytest.skip(f"triton: {status.reason}")
+    with torch.device("cuda" if request.param == "triton" and torch.cuda.is_available() else "cpu"):
+        yield request.param
 
 
 def offsets(lengths):

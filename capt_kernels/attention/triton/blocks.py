@@ -1,0 +1,119 @@
+"""Block shapes: how many queries and keys a program has at once, by kernel, head size, dtype and architecture.
+
+The largest that compile without spilling a register (the tests compile them), as the traffic of the other side falls
+with the size of a block. Hopper's and Blackwell's products are of 64 rows a warpgroup, so two warpgroups take 128. Keys
+come by 64 and less, since sequences of some hundred rows would leave much of a longer block empty. A bias costs
+registers for its addresses and, where loads are staged, shared memory, hence the rows of their own.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...backends import interpreted
+
+
+class Blocks(NamedTuple):
+    """Queries and keys of a block, warps of a program, and loads in flight."""
+
+    m: int
+    n: int
+    warps: int
+    stages: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The launch options of a kernel."""
+        return {"BLOCK_M": self.m, "BLOCK_N": self.n, "num_warps": self.warps, "num_stages": self.stages}
+
+
+_Row = tuple[Blocks, Blocks, Blocks]
+
+
+def _row(*sizes: tuple[int, int, int, int]) -> _Row:
+    """Blocks for head sizes up to 64, 128 and 256."""
+    narrow, middle, wide = (Blocks(*size) for size in sizes)
+    return narrow, middle, wide
+
+
+#: fp16 and bf16; "+" is with a bias.
+_HALF = {
+    "sm_80": {
+        "forward": _row((128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
+        "forward+": _row((128, 64, 4, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "queries": _row((128, 64, 8, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+        "queries+": _row((64, 32, 4, 2), (64, 64, 8, 2), (32, 32, 8, 1)),
+        "keys": _row((64, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+        "keys+": _row((64, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
+    },
+    "sm_90": {
+        "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "forward+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        "queries": _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "queries+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "keys": _row((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
+        "keys+": _row((64, 128, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
+    },
+    "sm_100": {
+        "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "forward+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        "queries": _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
+        "queries+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
+        "keys": _row((64, 128, 8, 2), (64, 128, 8, 2), (32, 64, 8, 1)),
+        "keys+": _row((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
+    },
+    "gfx942": {
+        "forward": _row((128, 64, 4, 1), (128, 64, 4, 1), (64, 32, 4, 1)),
+        "forward+": _row((128, 64, 4, 1), (64, 64, 4, 1), (64, 32, 4, 1)),
+        "queries": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+        "queries+": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+        "keys": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
+        "keys+": _row((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+    },
+}
+#: fp32 is multiplied without tensor cores, each thread with whole rows of its operands in registers.
+_SINGLE = {
+    "forward": _row((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    "queries": _row((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
+    "keys": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+}
+#: Small, so that short sequences have several.
+_INTERPRETER = {"forward": Blocks(32, 16, 4, 1), "queries": Blocks(16, 32, 4, 1), "keys": Blocks(16, 32, 4, 1)}
+
+
+@functools.cache
+def architecture(kind: str, index: int | None) -> str:
+    """The name of a device's architecture: sm_90, gfx942, xpu; "interpreter" in Triton's interpreter."""
+    if interpreted():
+        return "interpreter"
+    if kind != "cuda":
+        return kind
+    if torch.version.hip is not None:
+        return torch.cuda.get_device_properties(index).gcnArchName.split(":")[0]
+    major, minor = torch.cuda.get_device_capability(index)
+    return f"sm_{major}{minor}"
+
+
+def _table(name: str) -> dict[str, _Row]:
+    """The table of an architecture, or of the one whose limits are nearest below."""
+    if name in _HALF:
+        return _HALF[name]
+    if name.startswith("sm_"):
+        return _HALF["sm_100" if name.startswith("sm_10") else "sm_80"]
+    return _HALF["gfx942"]
+
+
+def blocks_for(kernel: str, q: Tensor, biased: bool) -> Blocks:
+    """The blocks of ``kernel`` ("forward", "queries" or "keys") for the head size, dtype and device of ``q``."""
+    name = architecture(q.device.type, q.device.index)
+    if name == "interpreter":
+        return _INTERPRETER[kernel]
+    size = 0 if q.shape[-1] <= 64 else 1 if q.shape[-1] <= 128 else 2
+    if q.dtype != torch.float32:
+        return _table(name)[kernel + "+" * biased][size]
+    blocks = _SINGLE[kernel][size]
+    return blocks if name.startswith("sm_") else blocks._replace(warps=blocks.warps // 2)  # of 64 threads, not of 32
