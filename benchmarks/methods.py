@@ -53,7 +53,7 @@ class Method:
 
 
 def _bare() -> Method:
-    """The base as transformers runs it; a gradient reaches the embeddings, so that backward runs through every layer."""
+    """The base as transformers runs it; a gradient reaches the embeddings, so backward runs through every layer."""
     base = make_base()
     shift = torch.zeros(WIDTH, requires_grad=True)
 

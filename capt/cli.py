@@ -57,7 +57,7 @@ def _parser() -> _Parser:
 
     evaluation = commands.add_parser("evaluate", help="measure a trained run", allow_abbrev=False)
     evaluation.add_argument("run", type=Path, help="output_dir of a finished training run")
-    evaluation.add_argument("--split", choices=("train", "validation", "test"), default="test")
+    evaluation.add_argument("--split", choices=("train", "validation", "test"), default="test", help="all of its rows")
     evaluation.add_argument("--file", type=Path, help="labelled CSV, TSV or JSON Lines in place of the task's split")
     evaluation.add_argument("--label-column", default="label", help="column of the label in --file")
     evaluation.add_argument("--output", type=Path, help="JSON file to write the metrics to as well")

@@ -44,7 +44,7 @@ _SETTINGS = {
     "max_steps": 60,
     "batch_size": 16,
     "train_rows": 960,
-    "test_rows": 400,
+    "test_rows": 300,
     "max_length": 128,
 }
 _QUICK = {"max_steps": 2, "train_rows": 8, "test_rows": 8, "batch_size": 4}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -92,18 +93,26 @@ def hidden_states(rows: Rows) -> BaseModelOutput:
     return BaseModelOutput(last_hidden_state=rows.restore(rows.tokens))
 
 
-def next_tokens(base: PreTrainedModel, rows: Rows, labels: Tensor | None) -> CausalLMOutput:
-    """Logits ``[B, T, V]`` of the caller's positions; the loss of every label from the token before it.
+def next_tokens(base: PreTrainedModel, rows: Rows, labels: Tensor | None, return_logits: bool) -> CausalLMOutput:
+    """The loss of every label from the token before it, and logits ``[B, T, V]`` of the caller's positions if asked for.
 
-    A slot is never a label.
+    Without them only labelled rows go through the head. A slot is never a label.
     """
-    logits = base.get_output_embeddings()(rows.tokens)
-    loss = None
+    head: Any = base.get_output_embeddings()
+    tokens, targets = rows.tokens, None
     if labels is not None:
-        cu_tokens = rows.layout.cu_seqlens - rows.layout.slots * torch.arange(rows.batch + 1, device=logits.device)
+        counts = torch.arange(rows.batch + 1, device=tokens.device)
+        cu_tokens = rows.layout.cu_seqlens - rows.layout.slots * counts
         targets = next_token_labels(labels.flatten()[rows.indices], cu_tokens)
-        loss = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, targets)
-    return CausalLMOutput(loss=loss, logits=rows.restore(logits))
+        if not return_logits:
+            tokens, targets = tokens[targets != -100], targets[targets != -100]
+    logits = head(tokens)
+    loss = None if targets is None else cross_entropy(_wide(logits), targets)
+    return CausalLMOutput(loss=loss, logits=rows.restore(logits) if return_logits else None)
+
+
+def _wide(logits: Tensor) -> Tensor:
+    return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
@@ -119,7 +128,7 @@ def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
                 f"labels of SEQ_CLS must be one class id a row, shape ({logits.shape[0]},), "
                 f"got {labels.dtype} {tuple(labels.shape)}"
             )
-        loss = cross_entropy(logits.float() if logits.dtype != torch.float64 else logits, labels)
+        loss = cross_entropy(_wide(logits), labels)
     return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
@@ -186,10 +195,11 @@ def output(
     input_ids: Tensor | None,
     labels: Tensor | None,
     decoder: dict[str, Tensor],
+    return_logits: bool,
 ) -> ModelOutput:
     """The output of ``config.task_type``; ``trained`` are the batch's adapters' heads, ``index [B]`` a row's own."""
     if config.task_type == "CAUSAL_LM":
-        return next_tokens(base, rows, labels)
+        return next_tokens(base, rows, labels, return_logits)
     if config.task_type == "SEQ_CLS":
         if config.label_words is not None and backbone.is_encoder_decoder:
             return classify(first_step_logits(base, rows, config), labels)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 def bytes_kept(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Bytes that autograd keeps between the forward and the backward of ``forward()``, a scalar loss.
 
-    Every storage counts once and whole, however many views of it are saved. Parameters and buffers of ``model`` are left
-    out: they lie there anyway.
+    Every storage counts once and whole, however many views of it are saved. Parameters and buffers of ``model`` do not:
+    they lie there anyway.
     """
     resident = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
     kept: dict[int, int] = {}

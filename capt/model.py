@@ -159,6 +159,7 @@ class CaptModel(nn.Module):
         adapter_names: Sequence[str] | None = None,
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
+        return_logits: bool | None = None,
     ) -> ModelOutput:
         """Runs the base with the active adapter's capsules.
 
@@ -171,6 +172,8 @@ class CaptModel(nn.Module):
                 without a label, since a mean over the answer would tell it to every position.
             adapter_names: one adapter a sequence, in place of the active one; their configs must be equal.
             decoder_input_ids, decoder_attention_mask: as the base takes them (encoder-decoders only).
+            return_logits: whether CAUSAL_LM returns logits ``[B, T, V]``. None: not in training with labels, where only
+                labelled positions go through the head.
 
         Returns:
             A transformers output: ``last_hidden_state [B, T, D]`` or ``logits``, and ``loss`` with labels. The slot is
@@ -201,7 +204,11 @@ class CaptModel(nn.Module):
                 pool_mask = labels == -100
         rows = self._run(chosen, index, given, attention_mask, pool_mask)
         trained = [a.head for a in chosen]
-        return heads.output(self.base, self._backbone, config, trained, index, rows, input_ids, labels, decoder)
+        if return_logits is None:
+            return_logits = labels is None or not self.training
+        return heads.output(
+            self.base, self._backbone, config, trained, index, rows, input_ids, labels, decoder, return_logits
+        )
 
     def _chosen(self, names: Sequence[str] | None, batch: int) -> tuple[list[Adapter], Tensor | None]:
         """The adapters of a batch, and which of them each sequence takes (None: the one there is)."""

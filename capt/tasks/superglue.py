@@ -107,7 +107,10 @@ def _official(folder: Path, entry: Entry, split: str) -> Iterable[Record]:
 def _hub(entry: Entry, split: str) -> Iterable[Record]:
     from datasets import load_dataset
 
-    rows = load_dataset(_HUB_DATASET, entry.config, split={"val": "validation"}.get(split, split))
+    try:
+        rows = load_dataset(_HUB_DATASET, entry.config, split={"val": "validation"}.get(split, split))
+    except OSError as error:
+        raise OSError(f"{error}. Without a connection, data_dir names a folder in the official layout") from error
     return ((f"{_HUB_DATASET} {entry.config}, {split} row {number}", row) for number, row in enumerate(rows))
 
 

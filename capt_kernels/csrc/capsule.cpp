@@ -114,8 +114,9 @@ std::tuple<Tensor, Tensor> capsule_refresh_backward(
 }
 
 std::tuple<Tensor, Tensor, Tensor> add_rms_norm(
-    const OptionalTensor& branch, const Tensor& residual, const Tensor& weight, double eps, const OptionalTensor& prompt,
-    const OptionalTensor& pooled, const OptionalTensor& cu_seqlens, int64_t lead, bool pool) {
+    const OptionalTensor& branch, const Tensor& residual, const Tensor& weight, double eps,
+    const OptionalTensor& prompt, const OptionalTensor& pooled, const OptionalTensor& cu_seqlens, int64_t lead,
+    bool pool) {
   const Tensor rows = with_dense_rows(residual);
   const OptionalTensor branch_rows = branch ? OptionalTensor(with_dense_rows(*branch)) : std::nullopt;
   const ScalarType dtype = rows.scalar_type();

@@ -42,7 +42,9 @@ template <typename F>
 void parallel_for(int64_t size, int64_t grain, F&& body) {
   parallel_for(
       size, grain,
-      [](int64_t begin, int64_t end, void* context) { (*static_cast<std::remove_reference_t<F>*>(context))(begin, end); },
+      [](int64_t begin, int64_t end, void* context) {
+        (*static_cast<std::remove_reference_t<F>*>(context))(begin, end);
+      },
       &body);
 }
 

@@ -33,9 +33,9 @@ std::tuple<Tensor, Tensor> gated_activation_backward(
   const std::vector<int64_t> sizes = sizes_of(gate), none = {0};
   Tensor grad_gate = empty(need_gate ? sizes : none, gate.scalar_type());
   Tensor grad_up = empty(need_up ? sizes : none, gate.scalar_type());
-  gated_activation_backward_kernel({gate.scalar_type(), activation(kind), shape.batch, shape.rows, shape.width,
-                                    rows_of(grads), rows_of(gates), rows_of(ups), need_gate ? rows_of(grad_gate) : Rows{},
-                                    need_up ? rows_of(grad_up) : Rows{}});
+  gated_activation_backward_kernel(
+      {gate.scalar_type(), activation(kind), shape.batch, shape.rows, shape.width, rows_of(grads), rows_of(gates),
+       rows_of(ups), need_gate ? rows_of(grad_gate) : Rows{}, need_up ? rows_of(grad_up) : Rows{}});
   return {grad_gate, grad_up};
 }
 

@@ -76,7 +76,8 @@ struct GELUTanh {
   template <typename acc_t>
   static Slope<acc_t> slope(const Vector<acc_t>& x) {
     const Vector<acc_t> s = gate(x);
-    const Vector<acc_t> inner = constant<acc_t>(2 * 0.79788456080286535588) * (constant<acc_t>(1) + constant<acc_t>(3 * 0.044715) * x * x);
+    const Vector<acc_t> inner_slope = constant<acc_t>(1) + constant<acc_t>(3 * 0.044715) * x * x;
+    const Vector<acc_t> inner = constant<acc_t>(2 * 0.79788456080286535588) * inner_slope;
     return {x * s, s + x * s * (constant<acc_t>(1) - s) * inner};
   }
 };
@@ -106,7 +107,8 @@ void with_activation(Activation kind, Body&& body) {
 // Calls body(batch, row) for every row. An exponential costs as much as several loads, hence the smaller grain.
 template <typename Body>
 void each_row(int64_t batch, int64_t rows, int64_t width, Body&& body) {
-  parallel_for(batch * rows, std::max<int64_t>(1, kGrain / 4 / std::max<int64_t>(1, width)), [&](int64_t begin, int64_t end) {
+  const int64_t grain = std::max<int64_t>(1, kGrain / 4 / std::max<int64_t>(1, width));
+  parallel_for(batch * rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) body(i / rows, i % rows);
   });
 }
@@ -117,7 +119,9 @@ void forward_typed(const GatedForward& op) {
   each_row(op.batch, op.rows, op.width, [&](int64_t b, int64_t t) {
     const T *gate = op.gate.at<const T>(b, t), *up = op.up.at<const T>(b, t);
     T* out = op.out.at<T>(b, t);
-    along<acc_t>(op.width, [&](int64_t d, auto n) { store(out + d, Kind::value(load(gate + d, n)) * load(up + d, n), n); });
+    along<acc_t>(op.width, [&](int64_t d, auto n) {
+      store(out + d, Kind::value(load(gate + d, n)) * load(up + d, n), n);
+    });
   });
 }
 

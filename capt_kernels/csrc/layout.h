@@ -46,7 +46,7 @@ struct Sequence {
   int64_t members;  // rows in its pool; 0 when it has none
   int64_t chunks_begin, chunks_end;
 
-  // Where row t of the input, or a slot, is in an output that gains slots. Where rows hold the slots already, nothing moves.
+  // Where row t of the input, or a slot, is in an output that gains slots. Where rows hold the slots, nothing moves.
   int64_t out_row(int64_t t) const { return out + t + (t >= first ? shift : 0); }
   int64_t slot_row(int64_t slot) const { return out + first + slot; }
 };
@@ -86,7 +86,7 @@ struct Layout {
   }
 };
 
-// The pool is an adaptive mean pool of `members` rows into `slots` bins; bins overlap where slots do not divide members.
+// The pool is an adaptive mean pool of `members` rows into `slots` bins, which overlap where it does not come out even.
 struct Bins {
   int64_t begin, end;
 };

@@ -41,7 +41,8 @@ Tensor pack(const Tensor& hidden, const Tensor& indices) {
   const Tensor order = torch::stable::contiguous(indices);
   const int64_t length = hidden.size(1), count = order.numel(), size = rows.bytes;
   const int64_t* index = checked(order, hidden.size(0) * length);
-  const int64_t across = rows.tensor.stride(0) * hidden.element_size(), down = rows.tensor.stride(1) * hidden.element_size();
+  const int64_t element = static_cast<int64_t>(hidden.element_size());
+  const int64_t across = rows.tensor.stride(0) * element, down = rows.tensor.stride(1) * element;
   std::vector<int64_t> sizes = sizes_of(hidden);
   sizes.erase(sizes.begin());
   sizes[0] = count;

@@ -24,8 +24,8 @@ inline void add_row(const T* row, acc_t* sum, int64_t width) {
   along<acc_t>(width, [&](int64_t d, auto n) { store(sum + d, load(sum + d, n) + load(row + d, n), n); });
 }
 
-// Calls row(sequence, t, sum) for every row, which writes it, adds what enters the pool to `sum` unless that is null, and
-// returns it; and slot(sequence, k, value) for every slot once its sequence is summed, with value = prompt + pool.
+// Calls row(sequence, t, sum) for every row, which writes it, adds what enters the pool to `sum` unless that is null,
+// and returns it; and slot(sequence, k, value) for every slot once its sequence is summed, with value = prompt + pool.
 //
 // The chunk that finishes a sequence last, on whichever thread, sums its chunks in order: no value is added atomically.
 template <typename T, typename Row, typename Slot>
@@ -49,7 +49,8 @@ void pool_rows(const Plan& plan, const Vectors& prompt, int64_t width, Row&& row
         row(sequence, t, static_cast<acc_t*>(nullptr));
         continue;
       }
-      const Bins bins = bins_of(layout.is_slot(sequence, t) ? t - sequence.first : rank++, sequence.members, layout.slots);
+      const int64_t at = layout.is_slot(sequence, t) ? t - sequence.first : rank++;
+      const Bins bins = bins_of(at, sequence.members, layout.slots);
       acc_t* sum = sums + (bins.begin - chunk.bin_begin) * width;
       const T* pooled = row(sequence, t, sum);
       for (int64_t bin = bins.begin + 1; bin < bins.end; ++bin) add_row(pooled, sum += width, width);
@@ -71,7 +72,9 @@ void pool_rows(const Plan& plan, const Vectors& prompt, int64_t width, Row&& row
           }
         }
         const Vector<acc_t> size(static_cast<acc_t>(bin_size(k, sequence.members, layout.slots)));
-        along<acc_t>(width, [&](int64_t d, auto n) { store(value + d, load(value + d, n) + load(sum + d, n) / size, n); });
+        along<acc_t>(width, [&](int64_t d, auto n) {
+          store(value + d, load(value + d, n) + load(sum + d, n) / size, n);
+        });
       }
       slot(sequence, k, static_cast<const acc_t*>(value));
     }
@@ -109,7 +112,8 @@ void spread_rows(
   };
 
   if (slots_only) {
-    parallel_for(layout.batch, std::max<int64_t>(1, kGrain / std::max<int64_t>(1, slots * width)), [&](int64_t begin, int64_t end) {
+    const int64_t grain = std::max<int64_t>(1, kGrain / std::max<int64_t>(1, slots * width));
+    parallel_for(layout.batch, grain, [&](int64_t begin, int64_t end) {
       for (int64_t b = begin; b < end; ++b) form(sequences[b], grad_slots + b * slots * width);
     });
     return;
@@ -140,7 +144,8 @@ void spread_rows(
           row_grad(sequence, t, static_cast<const acc_t*>(nullptr));
           continue;
         }
-        const Bins bins = bins_of(layout.is_slot(sequence, t) ? t - sequence.first : rank++, sequence.members, slots);
+        const int64_t at = layout.is_slot(sequence, t) ? t - sequence.first : rank++;
+        const Bins bins = bins_of(at, sequence.members, slots);
         const acc_t* spread = gradients.get() + bins.begin * width;
         if (bins.end - bins.begin > 1) {
           std::copy_n(spread, width, sum);

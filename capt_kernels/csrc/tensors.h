@@ -21,10 +21,10 @@ inline ScalarType accumulator(ScalarType dtype) { return dtype == ScalarType::Do
 inline Tensor empty(const std::vector<int64_t>& sizes, ScalarType dtype) {
   std::vector<int64_t> strides(sizes.size(), 1);
   for (size_t i = sizes.size(); i-- > 1;) strides[i - 1] = strides[i] * std::max<int64_t>(sizes[i], 1);
+  const int32_t type = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   AtenTensorHandle handle;
   STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(
-      sizes.size(), sizes.data(), strides.data(), torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype)),
-      aoti_torch_device_type_cpu(), 0, &handle));
+      sizes.size(), sizes.data(), strides.data(), type, aoti_torch_device_type_cpu(), 0, &handle));
   return Tensor(handle);
 }
 

@@ -210,6 +210,22 @@ def test_the_loss_of_a_language_model_is_a_shift_over_its_own_tokens():
     torch.testing.assert_close(out.loss, manual)
 
 
+def test_training_a_language_model_makes_logits_of_labelled_positions_only():
+    model = wrapped("llama", lead=1).train()
+    ids, mask = batch_of((5, 7), "left")
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :5] = -100
+    seen = []
+    handle = model.base.lm_head.register_forward_hook(lambda _, args, out: seen.append(out.shape))
+    short = model(input_ids=ids, attention_mask=mask, labels=labels)
+    full = model(input_ids=ids, attention_mask=mask, labels=labels, return_logits=True)
+    handle.remove()
+    assert seen == [(4, 61), (12, 61)]
+    assert short.logits is None
+    torch.testing.assert_close(short.loss, full.loss)
+    assert full.logits.shape == (2, 7, 61)
+
+
 def test_a_mean_does_not_tell_the_answer():
     """By default only rows without a label pool, so that moving a labelled token moves nothing before it."""
     for variant in ("addition", "prepending", "extraction", "projection"):

@@ -1,4 +1,5 @@
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -138,9 +139,16 @@ def test_hub_rows_carry_integer_labels(monkeypatch):
     assert [row["label"] for row in task.splits["test"][:2]] == ["entailment", "not_entailment"]
 
 
-def test_real_superglue_folder():
-    import os
+def test_no_connection(monkeypatch):
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach the hub")
 
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    with pytest.raises(OSError, match=r"Couldn't reach the hub\. Without a connection, data_dir names a folder"):
+        load_task("rte")
+
+
+def test_real_superglue_folder():
     folder = os.environ.get("CAPT_DATA_DIR", "")
     if not Path(folder, "RTE", "train.jsonl").is_file():
         pytest.skip("CAPT_DATA_DIR names no folder with the official SuperGLUE files")

@@ -66,12 +66,12 @@ def make(case, dtype=torch.float64, kinds=("contiguous",) * 3):
 
 def places(lengths, others, rows):
     """Of each packed row: its sequence (-1 past the last), and its position, the last rows of q and k being aligned."""
-    sequence = torch.full((rows,), -1)
-    position = torch.zeros(rows, dtype=torch.long)
+    sequence = torch.full((rows,), -1, device="cpu")
+    position = torch.zeros(rows, dtype=torch.long, device="cpu")
     start = 0
     for number, (n, m) in enumerate(zip(lengths, others, strict=True)):
         sequence[start : start + n] = number
-        position[start : start + n] = torch.arange(m - n, m)
+        position[start : start + n] = torch.arange(m - n, m, device="cpu")
         start += n
     return sequence, position
 
@@ -80,7 +80,6 @@ def dense(case, options):
     """The definition: every row of q against every row of k at once, what lies in another sequence unseen."""
     keys = case.lengths if case.keys is None else case.keys
 
-    @torch.device("cpu")
     def attention(q, k, v):
         q_sequence, i = places(case.lengths, keys, len(q))
         k_sequence, j = places(keys, keys, len(k))

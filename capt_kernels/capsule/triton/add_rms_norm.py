@@ -232,7 +232,8 @@ def add_rms_norm(
         if plan.programs:
             carry_kernel[plan.programs,](
                 added, rows, weight, normed, total, rstd, partial, *((0, 0) if added is None else added.stride()[:2]),
-                *rows.stride()[:2], *plan.where, eps, **constants, ROWS=tile_rows, **layout.launch_options(warps, device),
+                *rows.stride()[:2], *plan.where, eps, **constants, ROWS=tile_rows,
+                **layout.launch_options(warps, device),
             )  # fmt: skip
         if prompt is not None and plan.batch:
             prompt = layout.as_rows(prompt)
