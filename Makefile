@@ -20,8 +20,9 @@ $(STAMP): $(SOURCES)
 demo: setup
 	$(BIN)/capt demo
 
+# Small tests: a worker a core beats two threads a test.
 test: setup
-	$(BIN)/pytest tests
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n auto
 
 bench: setup
 	$(BIN)/pytest benchmarks --benchmark-only
