@@ -29,7 +29,7 @@ with open(f"{sys.argv[1]}/device.json", "w") as file:
     json.dump(facts, file, indent=2)
 PY
 
-timeout 150 "$python" -m pytest tests/capt_kernels -q --maxfail=20 -k "triton" -p no:cacheprovider --junitxml="$out/tests.xml"
+timeout 150 "$python" -m pytest tests/capt_kernels -q --maxfail=20 -k "triton or large" -p no:cacheprovider --junitxml="$out/tests.xml"
 tests=$?
 timeout 140 "$python" -m pytest benchmarks/test_ops.py --benchmark-only -q -p no:cacheprovider --benchmark-json="$out/ops.json"
 benchmarks=$?

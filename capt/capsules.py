@@ -1,7 +1,4 @@
-"""The trained vectors of an adapter, and how they become slots in a packed batch (CaPT, Eq.
-
-2, and its four variants).
-"""
+"""The trained vectors of an adapter, and how they become slots in a packed batch: Eq. 2 of CaPT and its variants."""
 
 from __future__ import annotations
 
@@ -114,14 +111,16 @@ def _without_mean(config: CaptConfig, vectors: Tensor) -> Tensor:
 def _variant(config: CaptConfig, own: dict[str, Tensor], rows: Tensor, layout: Layout, backend: str) -> Tensor:
     """Slot values ``[B, slots, D]`` of the variants that do more with the mean than add to it."""
     vectors = own["vectors"]
-    if config.variant == "extraction":
-        rows = _convolve_tokens(rows, own["conv_weight"], own["conv_bias"], layout)
-    mean = _mean(rows, config.length, layout, backend).to(vectors.dtype)
-    if config.variant == "prepending":
-        return torch.cat([mean, vectors], 1)
-    if config.variant == "projection":
-        return vectors + mean @ own["down"] @ own["up"]
-    return vectors + mean
+    # Sums and products of a slot are in fp32 (fp64), autocast or not.
+    with torch.autocast(rows.device.type, enabled=False):
+        if config.variant == "extraction":
+            rows = _convolve_tokens(rows, own["conv_weight"], own["conv_bias"], layout)
+        mean = _mean(rows, config.length, layout, backend).to(vectors.dtype)
+        if config.variant == "prepending":
+            return torch.cat([mean, vectors], 1)
+        if config.variant == "projection":
+            return vectors + mean @ own["down"] @ own["up"]
+        return vectors + mean
 
 
 def _mean(rows: Tensor, pieces: int, layout: Layout, backend: str) -> Tensor:

@@ -82,11 +82,13 @@ class CaptConfig:
             raise ValueError(
                 f"variant {self.variant!r} combines mean and vector, got instance={self.instance}, task={self.task}"
             )
+        if not isinstance(self.base_model_name_or_path, str | None):
+            raise ValueError(f"base_model_name_or_path must be a string or None, got {self.base_model_name_or_path!r}")
         self._check_depth()
         if self.label_words is not None:
-            words = tuple(self.label_words)
+            words = tuple(self.label_words) if isinstance(self.label_words, list | tuple) else ()
             if len(words) < 2 or len(set(words)) != len(words) or not all(type(w) is int and w >= 0 for w in words):
-                raise ValueError(f"label_words must be at least two different vocabulary ids, got {list(words)!r}")
+                raise ValueError(f"label_words must be at least two different vocabulary ids, got {self.label_words!r}")
             if self.task_type not in (None, "SEQ_CLS"):
                 raise ValueError(
                     f"label_words make a classifier, so task_type must be 'SEQ_CLS', got {self.task_type!r}"
@@ -100,10 +102,10 @@ class CaptConfig:
                     f"depth must be one of {', '.join(DEPTHS)} or a list of layer indices, got {self.depth!r}"
                 )
             return
-        layers = tuple(self.depth)
+        layers = tuple(self.depth) if isinstance(self.depth, list | tuple) else ()
         ints = all(type(i) is int and i >= 0 for i in layers)
         if not layers or not ints or any(a >= b for a, b in itertools.pairwise(layers)):
-            raise ValueError(f"depth must be a strictly rising list of 0-based layer indices, got {list(layers)!r}")
+            raise ValueError(f"depth must be a strictly rising list of 0-based layer indices, got {self.depth!r}")
         object.__setattr__(self, "depth", layers)
 
     @property

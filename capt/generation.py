@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from capt_kernels.validation import boolean_mask
 
@@ -24,8 +25,16 @@ from .layout import Layout
 if TYPE_CHECKING:
     from .model import CaptModel
 
-#: Ways to generate that run parts of a prompt, where the slots would be missed.
-_UNSUPPORTED = ("assistant_model", "prompt_lookup_num_tokens", "prefill_chunk_size", "past_key_values", "inputs_embeds")
+_WHOLE = "the prompt has to run as a whole"
+#: What generate() refuses, and why.
+_UNSUPPORTED = {
+    "assistant_model": _WHOLE,
+    "prompt_lookup_num_tokens": _WHOLE,
+    "prefill_chunk_size": _WHOLE,
+    "past_key_values": _WHOLE,
+    "inputs_embeds": "the prompt's ids are wanted",
+    "no_repeat_ngram_size": "it would see the slots' placeholders as tokens",
+}
 
 
 @torch.no_grad()
@@ -52,7 +61,7 @@ def generate(
     layout = rows.layout
     ids, real, places = _with_placeholders(input_ids, rows, layout)
     added = ids.shape[1] - input_ids.shape[1]
-    options = _longer(model, options, added)
+    options = _options(model, options, input_ids, added, ids.shape[1])
     prompted = dict(zip(chosen[0].capsules.layers, slots, strict=True))
     with _slots_written(model._backbone.stack.layers, prompted, places, ids.shape[1]):
         out = model.base.generate(input_ids=ids, attention_mask=real.long(), **options)
@@ -60,13 +69,12 @@ def generate(
 
 
 def _check(model: CaptModel, config: Any, mask: Tensor, options: dict[str, Any]) -> None:
-    for name in _UNSUPPORTED:
-        if options.get(name) is not None:
-            raise NotImplementedError(
-                f"generate() with a capsule does not take {name}: it has to run the whole prompt at once"
-            )
     if model.base.get_output_embeddings() is None:
         raise NotImplementedError(f"{type(model.base).__name__} has no language-model head to generate with")
+    given, rest = _generation_config(model, options)
+    for name, why in _UNSUPPORTED.items():
+        if rest.get(name) is not None or getattr(given, name, None):
+            raise NotImplementedError(f"generate() with a capsule does not take {name}: {why}")
     if config.prompted_layers(model._backbone.num_layers)[0] != 0:
         raise NotImplementedError(
             f"generate() wants slots in every layer's cache, so the first layer prompted, got depth {config.depth!r}"
@@ -100,15 +108,57 @@ def _with_placeholders(input_ids: Tensor, rows: heads.Rows, layout: Layout) -> t
     return ids, mask, places
 
 
-def _longer(model: CaptModel, options: dict[str, Any], added: int) -> dict[str, Any]:
-    """Limits on the whole sequence's length count the caller's tokens, not the placeholders."""
-    given = options.get("generation_config") or model.base.generation_config
-    limits = {name: options.get(name, getattr(given, name, None)) for name in ("max_length", "min_length")}
-    replaced = {name: value + added for name, value in limits.items() if value}
-    if options.get("max_new_tokens") is not None or getattr(given, "max_new_tokens", None) is not None:
-        replaced.pop("max_length", None)
-    config = copy.deepcopy(given)
-    return options | {"generation_config": config} | replaced
+def _generation_config(model: CaptModel, options: dict[str, Any]) -> tuple[GenerationConfig, dict[str, Any]]:
+    """The one config that holds every option, and the options that no config holds."""
+    config = copy.deepcopy(options.get("generation_config") or model.base.generation_config)
+    rest = config.update(**{name: value for name, value in options.items() if name != "generation_config"})
+    return config, rest
+
+
+def _options(model: CaptModel, options: dict[str, Any], input_ids: Tensor, added: int, length: int) -> dict[str, Any]:
+    """The caller's options for a prompt of ``length`` with placeholders, which nobody else is to see."""
+    config, rest = _generation_config(model, options)
+    # Limits on the whole sequence count the caller's tokens.
+    for name in ("max_length", "min_length"):
+        if getattr(config, name, None) and (name != "max_length" or config.max_new_tokens is None):
+            setattr(config, name, getattr(config, name) + added)
+    for name, kind in (("logits_processor", LogitsProcessorList), ("stopping_criteria", StoppingCriteriaList)):
+        if rest.get(name):
+            rest[name] = kind(_OwnIds(each, input_ids, length) for each in rest[name])
+    if rest.get("streamer") is not None:
+        rest["streamer"] = _OwnPrompt(rest["streamer"], input_ids)
+    return rest | {"generation_config": config}
+
+
+def _own(sequences: Tensor, input_ids: Tensor, length: int) -> Tensor:
+    """``[B * copies, length + new]`` with the caller's own prompts in front of what was generated."""
+    copies = sequences.shape[0] // max(input_ids.shape[0], 1)
+    return torch.cat([input_ids.repeat_interleave(copies, 0), sequences[:, length:]], 1)
+
+
+class _OwnIds:
+    """A caller's processor or criterion, shown the caller's ids."""
+
+    def __init__(self, wrapped: Any, input_ids: Tensor, length: int):
+        self._wrapped, self._input_ids, self._length = wrapped, input_ids, length
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
+        return self._wrapped(_own(input_ids, self._input_ids, self._length), scores)
+
+
+class _OwnPrompt:
+    """A caller's streamer, whose first piece is the caller's prompt."""
+
+    def __init__(self, wrapped: Any, input_ids: Tensor):
+        self._wrapped: Any = wrapped
+        self._prompt: Tensor | None = input_ids
+
+    def put(self, value: Tensor) -> None:
+        prompt, self._prompt = self._prompt, None
+        self._wrapped.put(value if prompt is None else prompt.cpu())
+
+    def end(self) -> None:
+        self._wrapped.end()
 
 
 @contextlib.contextmanager
@@ -138,12 +188,7 @@ def _slots_written(layers: nn.ModuleList, slots: dict[int, Tensor], places: Tens
 
 def _without_placeholders(out: Any, input_ids: Tensor, length: int) -> Any:
     """The caller's own prompts in front of what was generated."""
-
-    def own(sequences: Tensor) -> Tensor:
-        copies = sequences.shape[0] // max(input_ids.shape[0], 1)
-        return torch.cat([input_ids.repeat_interleave(copies, 0), sequences[:, length:]], 1)
-
     if isinstance(out, Tensor):
-        return own(out)
-    out["sequences"] = own(out["sequences"])
+        return _own(out, input_ids, length)
+    out["sequences"] = _own(out["sequences"], input_ids, length)
     return out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, Model
 from capt_kernels import unpack
 
 from .backbones import Backbone
+from .backbones.packed import is_plain
 from .config import CaptConfig
 from .layout import Layout, next_token_labels
 
@@ -50,7 +52,8 @@ def infer_task(base: PreTrainedModel, backbone: Backbone, config: CaptConfig) ->
 
 def own_head(base: PreTrainedModel) -> nn.Module | None:
     """The classification head that ``base`` brings along, if any."""
-    return getattr(base, "score", None) or getattr(base, "classification_head", None)
+    score = getattr(base, "score", None)
+    return getattr(base, "classification_head", None) if score is None else score
 
 
 def make_head(base: PreTrainedModel, backbone: Backbone, task: str, config: CaptConfig) -> nn.Module | None:
@@ -94,7 +97,7 @@ def hidden_states(rows: Rows) -> BaseModelOutput:
 
 
 def next_tokens(base: PreTrainedModel, rows: Rows, labels: Tensor | None, return_logits: bool) -> CausalLMOutput:
-    """The loss of every label from the token before it, and logits ``[B, T, V]`` of the caller's positions if asked for.
+    """The loss of every label from the token before it, and logits ``[B, T, V]`` of the caller's positions if asked.
 
     Without them only labelled rows go through the head. A slot is never a label.
     """
@@ -135,8 +138,8 @@ def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
 def label_word_logits(base: PreTrainedModel, last: Tensor, config: CaptConfig) -> Tensor:
     """``[B, C]`` of the words alone, at ``last [B, D]``: C columns of the head instead of the whole vocabulary."""
     words, head = list(config.label_words or ()), base.get_output_embeddings()
-    if type(head) is not nn.Linear:
-        return head(last)[:, words]  # a quantised or wrapped head is called as it is
+    if type(head) is not nn.Linear or not is_plain(head):
+        return head(last)[:, words]  # a quantised, wrapped or hooked head is called as it is
     bias = None if head.bias is None else head.bias[words]
     return nn.functional.linear(last.to(head.weight.dtype), head.weight[words], bias)
 
@@ -201,6 +204,7 @@ def output(
     if config.task_type == "CAUSAL_LM":
         return next_tokens(base, rows, labels, return_logits)
     if config.task_type == "SEQ_CLS":
+        refuse_decoder_inputs(decoder)
         if config.label_words is not None and backbone.is_encoder_decoder:
             return classify(first_step_logits(base, rows, config), labels)
         if not backbone.is_encoder_decoder:
@@ -223,6 +227,13 @@ def output(
     return done
 
 
+def refuse_decoder_inputs(inputs: Mapping[str, Tensor]) -> None:
+    """A classifier on an encoder-decoder feeds the decoder itself."""
+    given = [name for name in ("decoder_input_ids", "decoder_attention_mask") if name in inputs]
+    if given:
+        raise ValueError(f"SEQ_CLS feeds the decoder itself, got {', '.join(given)}")
+
+
 def bare(
     base: PreTrainedModel, backbone: Backbone, config: CaptConfig, inputs: dict[str, Tensor], labels: Tensor | None
 ) -> ModelOutput:
@@ -231,6 +242,7 @@ def bare(
         raise NotImplementedError(f"{type(base).__name__} has no head of its own to classify with")
     if config.label_words is None:
         return base(**inputs) if labels is None else base(**inputs, labels=labels)
+    refuse_decoder_inputs(inputs)
     given = inputs["input_ids"] if "input_ids" in inputs else inputs["inputs_embeds"]
     rows = torch.arange(len(given), device=given.device)
     if backbone.is_encoder_decoder:

@@ -118,6 +118,6 @@ class Layout:
 
 def next_token_labels(labels: Tensor, cu_seqlens: Tensor, ignore: int = -100) -> Tensor:
     """Labels of packed tokens, each moved to the token that predicts it: the one before it in its own sequence."""
-    shifted = pad_rows(labels[1:], (0, 1), value=ignore)
+    shifted = pad_rows(labels, (0, 1), value=ignore)[1:]
     ends = cu_seqlens[1:].long() - 1
     return shifted.index_fill(0, ends[ends >= 0], ignore)

@@ -55,13 +55,14 @@ class CaptModel(nn.Module):
         self._backbone = self._runner.reference
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._thawed = [p for p in base.parameters() if p.requires_grad]
-        base.requires_grad_(False)
         self._enabled = True
         self.add_adapter(adapter_name, config)
+        # Last, so that a config that does not fit leaves the caller's base as it was.
+        self._thawed = [p for p in base.parameters() if p.requires_grad]
+        base.requires_grad_(False)
         self.set_adapter(adapter_name)
 
-    # --- adapters ---------------------------------------------------------------------------------------------------
+    # --- adapters
 
     def add_adapter(self, name: str, config: CaptConfig) -> None:
         """Adds a fresh adapter, frozen until :meth:`set_adapter` makes it the active one.
@@ -69,10 +70,10 @@ class CaptModel(nn.Module):
         Raises:
             ValueError: a name that is taken or not fit for a module, or a config that does not fit the base.
         """
-        if not name or "." in name:
-            raise ValueError(f"adapter_name must be a non-empty string without dots, got {name!r}")
-        if name in self.adapters:
+        if isinstance(name, str) and name in self.adapters:
             raise ValueError(f"adapter {name!r} exists already; adapters: {', '.join(self.adapters)}")
+        if not isinstance(name, str) or not name or "." in name or hasattr(self.adapters, name):
+            raise ValueError(f"adapter_name must be a string that can name a torch submodule, got {name!r}")
         task = heads.infer_task(self.base, self._backbone, config)
         fields = config.to_dict() | {"task_type": task}
         if config.base_model_name_or_path is None:
@@ -132,7 +133,7 @@ class CaptModel(nn.Module):
             "input's own mean. unload() returns the base without it"
         )
 
-    # --- running ----------------------------------------------------------------------------------------------------
+    # --- running
 
     @property
     def backend(self) -> str:
@@ -266,7 +267,6 @@ class CaptModel(nn.Module):
         return generation.generate(self, _the_input(input_ids, None), attention_mask, adapter_names, options)
 
     # --- what transformers and accelerate ask of a model
-    # ---------------------------------------------------------------
 
     @property
     def config(self) -> Any:
@@ -301,9 +301,9 @@ class CaptModel(nn.Module):
         trainable, total = self.get_nb_trainable_parameters()
         print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
 
-    # --- files ------------------------------------------------------------------------------------------------------
+    # --- files
 
-    def save_pretrained(self, directory: str | Path, **_: Any) -> None:
+    def save_pretrained(self, directory: str | Path) -> None:
         """Writes the active adapter: ``adapter_config.json`` and ``adapter_model.safetensors``, nothing of the base."""
         adapter = self._adapter(self.active_adapter)
         saving.save(Path(directory), adapter.config, adapter.state_dict(), self._backbone)
@@ -319,7 +319,11 @@ class CaptModel(nn.Module):
         """
         config, tensors = saving.load(directory, backbones_of(base)[0])
         model = cls(base, config, adapter_name)
-        saving.fill(model._adapter(adapter_name), tensors, directory)
+        try:
+            saving.fill(model._adapter(adapter_name), tensors, directory)
+        except ValueError:
+            model.unload()
+            raise
         if not is_trainable:
             model._adapter(adapter_name).requires_grad_(False)
         return model

@@ -18,7 +18,12 @@ ACTIVATIONS = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
 }
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether calling the module is no more than its class's own forward."""
+    return "forward" not in vars(module) and not any(getattr(module, hooks) for hooks in HOOKS)
 
 
 def obstacle_in(stack: Any, bypassed: Iterable[nn.Module]) -> str | None:
@@ -30,8 +35,8 @@ def obstacle_in(stack: Any, bypassed: Iterable[nn.Module]) -> str | None:
     for module in bypassed:
         if stack.training and getattr(module, "gradient_checkpointing", False):
             return f"gradient checkpointing recomputes its {type(module).__name__}"
-        if any(getattr(module, hooks) for hooks in _HOOKS):
-            return f"a hook is registered on its {type(module).__name__}"
+        if not is_plain(module):
+            return f"a hook or another forward is registered on its {type(module).__name__}"
         if "Norm" in type(module).__name__ and not (hasattr(module, "weight") and hasattr(module, "variance_epsilon")):
             return f"its norm {type(module).__name__} is not a plain RMSNorm"
     devices = {p.device for p in stack.parameters()}
@@ -43,4 +48,6 @@ def obstacle_in(stack: Any, bypassed: Iterable[nn.Module]) -> str | None:
 def rms_norm(norm: nn.Module, branch: Tensor | None, residual: Tensor, **slots: Any) -> tuple[Tensor, Tensor]:
     """``(normed, residual + branch)`` by the base's own norm; ``slots`` are overwritten on the way."""
     module: Any = norm
+    if branch is not None:  # under autocast a Linear hands back less than the residual stream holds
+        branch = branch.to(residual.dtype)
     return add_rms_norm(branch, residual, module.weight, module.variance_epsilon, **slots)

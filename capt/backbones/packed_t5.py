@@ -69,8 +69,9 @@ class PackedT5EncoderBackbone(T5EncoderBackbone):
             hidden = gated_activation(dense.wi_0(normed), dense.wi_1(normed), kind=kind)
         else:
             hidden = dense.act(dense.wi(normed))
-        # T5 keeps wo in fp32 where the rest is fp16.
-        return dense.wo(hidden.to(dense.wo.weight.dtype)).to(normed.dtype)
+        # T5 keeps wo in fp32 where the rest is fp16; a quantised wo takes what comes.
+        dtype = dense.wo.weight.dtype
+        return dense.wo(hidden.to(dtype) if dtype.is_floating_point else hidden).to(normed.dtype)
 
     def finish(self, stream: Stream) -> Tensor:
         """``[R, D]`` behind the last norm."""

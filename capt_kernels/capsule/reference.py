@@ -1,8 +1,5 @@
 """The capsule ops in plain torch: the definition, and the oracle (in fp64) that every other backend is tested against.
 
-The pool is a matrix. For sequence b and slot k, row r of the batch has the weight 1/count when r lies in bin k of the
-pooled rows of b, else 0; then the paper's Eq. 2 reads ``S = p + W @ H``. With one slot the bin is every pooled row.
-
 Arguments are what :mod:`capt_kernels.capsule` has checked: ``prompt [B, K, D]``; ``pooled`` a bool mask of the rows
 that may enter the pool, ``[B, T]`` padded or ``[R]`` packed, or None; ``cu_seqlens`` int32 or None for a padded call.
 """
@@ -12,33 +9,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    """Sums are formed in fp32, or in fp64 for fp64 input."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
+from ..library import accumulator
 
 
-def pool_matrix(member: Tensor, slots: int, dtype: torch.dtype) -> Tensor:
-    """Weights ``[..., slots, rows]`` of an adaptive mean pool of the rows where ``member [..., rows]`` is True.
+def adaptive_mean(rows: Tensor, sequence: Tensor, member: Tensor, batch: int, slots: int) -> Tensor:
+    """The mean of every sequence's members, or their adaptive mean pool into ``slots`` pieces: ``[B, slots, D]``.
 
-    Bin k covers the members ranked floor(k*n/K) .. ceil((k+1)*n/K)-1, as adaptive_avg_pool1d does. Without members the
-    weights are 0, so that S = p.
+    Bin k covers the members ranked floor(k*n/K) .. ceil((k+1)*n/K)-1, as adaptive_avg_pool1d does. Without members it
+    is 0, so that S = p. Rows are selected, never multiplied by 0: what another row holds (NaN, inf) is not felt.
+
+    Args:
+        rows: ``[N, D]`` in the order of the pool. sequence: ``[N]`` whose they are, rising; ``batch`` for nobody's.
+        member: ``[N]`` bool.
     """
-    count = member.sum(-1)[..., None, None]
-    rank = (member.cumsum(-1) - 1)[..., None, :]
-    k = torch.arange(slots, device=member.device)[:, None]
-    start = k * count // slots
-    stop = ((k + 1) * count + slots - 1) // slots
-    inside = member[..., None, :] & (rank >= start) & (rank < stop)
-    return inside.to(dtype) / (stop - start).clamp(min=1)
+    member = member & (sequence < batch)
+    count = torch.zeros(batch + 1, dtype=torch.int64, device=rows.device).index_add(0, sequence, member.long())
+    rank = member.cumsum(0) - 1 - (count.cumsum(0) - count)[sequence]
+    means = []
+    for k in range(slots):
+        start = k * count // slots
+        stop = ((k + 1) * count + slots - 1) // slots
+        inside = member & (rank >= start[sequence]) & (rank < stop[sequence])
+        chosen = torch.where(inside[:, None], rows.to(accumulator(rows.dtype)), 0)
+        total = chosen.new_zeros(batch + 1, rows.shape[1]).index_add(0, sequence, chosen)
+        means.append((total / (stop - start).clamp(min=1)[:, None])[:batch])
+    return torch.stack(means, 1)
 
 
-def _apply(weights: Tensor, hidden: Tensor) -> Tensor:
-    """``weights @ hidden``, where a row without a weight is not felt, whatever it holds (NaN, inf)."""
-    felt = (weights != 0).any(-2)
-    if weights.dim() > hidden.dim():  # packed: [B, K, R] against [R, D]
-        felt = felt.any(0)
-    return weights @ torch.where(felt[..., None], hidden.to(weights.dtype), 0)
+def _padded_mean(hidden: Tensor, member: Tensor | None, slots: int) -> Tensor:
+    """:func:`adaptive_mean` of ``[B, T, D]`` whose rows are in the order of the pool."""
+    batch, length, _ = hidden.shape
+    if member is None:
+        member = hidden.new_ones(batch, length, dtype=torch.bool)
+    sequence = torch.arange(batch, device=hidden.device)[:, None].expand(-1, length)
+    return adaptive_mean(hidden.flatten(0, 1), sequence.flatten(), member.flatten(), batch, slots)
 
 
 def _locate(cu_seqlens: Tensor, rows: int, slots: int, lead: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,27 +68,21 @@ def _place(value: Tensor, others: Tensor, where: tuple[Tensor, Tensor, Tensor]) 
     return torch.where(is_slot[:, None], value.to(others.dtype).flatten(0, 1)[flat], others)
 
 
-def _in_sequence(sequence: Tensor, batch: int) -> Tensor:
-    """``[B, rows]``: whether a row belongs to a sequence."""
-    return sequence == torch.arange(batch, device=sequence.device)[:, None]
-
-
 def capsule_prepend(
     hidden: Tensor, prompt: Tensor, pooled: Tensor | None, cu_seqlens: Tensor | None, lead: int, pool: bool
 ) -> Tensor:
     """See :func:`capt_kernels.capsule_prepend`."""
     batch, slots, _ = prompt.shape
-    dtype = accumulator(hidden.dtype)
-    value = prompt.to(dtype)
-    member = hidden.new_ones(hidden.shape[:-1], dtype=torch.bool) if pooled is None else pooled
+    value = prompt.to(accumulator(hidden.dtype))
     if cu_seqlens is None:
         if pool:
-            value = value + _apply(pool_matrix(member, slots, dtype), hidden)
+            value = value + _padded_mean(hidden, pooled, slots)
         return torch.cat([value.to(hidden.dtype), hidden], dim=1)
 
     if pool:
         sequence, _, _ = _locate(cu_seqlens, hidden.shape[0], 0, 0)
-        value = value + _apply(pool_matrix(_in_sequence(sequence, batch) & member, slots, dtype), hidden)
+        member = sequence < batch if pooled is None else pooled
+        value = value + adaptive_mean(hidden, sequence, member, batch, slots)
     grown = cu_seqlens + slots * torch.arange(batch + 1, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     rows = hidden.shape[0] + batch * slots
     where = sequence, slot, _ = _locate(grown, rows, slots, lead)
@@ -99,23 +97,19 @@ def capsule_refresh(
 ) -> Tensor:
     """See :func:`capt_kernels.capsule_refresh`."""
     batch, slots, _ = prompt.shape
-    dtype = accumulator(hidden.dtype)
-    value = prompt.to(dtype)
+    value = prompt.to(accumulator(hidden.dtype))
     if cu_seqlens is None:
         if pool:
-            tokens = hidden.new_ones(batch, hidden.shape[1] - slots, dtype=torch.bool) if pooled is None else pooled
-            member = torch.cat([tokens.new_ones(batch, slots), tokens], dim=1)
-            value = value + _apply(pool_matrix(member, slots, dtype), hidden)
+            member = None if pooled is None else torch.cat([pooled.new_ones(batch, slots), pooled], dim=1)
+            value = value + _padded_mean(hidden, member, slots)
         return torch.cat([value.to(hidden.dtype), hidden[:, slots:]], dim=1)
 
     where = sequence, _, is_slot = _locate(cu_seqlens, hidden.shape[0], slots, lead)
     if pool:
-        member = _in_sequence(sequence, batch)
-        if pooled is not None:
-            member = member & (is_slot | pooled)
+        member = sequence < batch if pooled is None else is_slot | pooled
         # The pool runs over slots ++ real rows, in that order, whatever stands between them in memory.
-        order = torch.argsort((~is_slot).to(torch.uint8), stable=True)
-        value = value + _apply(pool_matrix(member[:, order], slots, dtype), hidden[order])
+        order = torch.argsort(2 * sequence + (~is_slot).to(sequence.dtype), stable=True)
+        value = value + adaptive_mean(hidden[order], sequence[order], member[order], batch, slots)
     return _place(value, hidden, where)
 
 

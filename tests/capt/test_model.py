@@ -42,7 +42,7 @@ def classifier(kind=LlamaForSequenceClassification, config=LlamaConfig, **fields
     return model
 
 
-# --- padding and positions --------------------------------------------------------------------------------------------
+# --- padding and positions
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -109,7 +109,7 @@ def test_lengths(length):
     torch.testing.assert_close(out[:1, mask[0].bool()], alone, rtol=1e-8, atol=1e-8)
 
 
-# --- classification ---------------------------------------------------------------------------------------------------
+# --- classification
 
 
 def test_the_last_token_is_pooled_whatever_the_padding():
@@ -196,7 +196,6 @@ def test_t5_for_sequence_classification():
 
 
 # --- language models
-# ----------------------------------------------------------------------------------------------------
 
 
 def test_the_loss_of_a_language_model_is_a_shift_over_its_own_tokens():
@@ -277,7 +276,6 @@ def test_dropout_acts_in_training_only():
 
 
 # --- dtypes and training
-# --------------------------------------------------------------------------------------------------
 
 
 def test_vectors_and_their_gradients_stay_fp32_on_a_bf16_base():
@@ -346,7 +344,6 @@ def test_sizes_of_the_paper():
 
 
 # --- adapters
-# ------------------------------------------------------------------------------------------------------------
 
 
 def test_disabling_is_the_base_bit_for_bit_and_ends_however_it_is_left():
@@ -432,7 +429,6 @@ def test_unloading_gives_the_base_back_and_merging_says_why_not():
 
 
 # --- bad input
-# -------------------------------------------------------------------------------------------------------------
 
 
 def test_bases_that_do_not_fit():
