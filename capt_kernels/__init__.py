@@ -1,7 +1,7 @@
 """Fused kernels for Capsule Prompt-Tuning (CaPT, arXiv 2510.16670) as drop-in autograd ops.
 
-Every op takes ``backend="auto" | "reference" | "cpu" | "triton"`` (attention has no "triton"); :func:`backends` tells
-which this machine has.
+Every op takes ``backend="auto" | "reference" | "cpu" | "triton"`` (attention "flash_attn" besides); :func:`backends`
+tells which this machine has.
 """
 
 from .attention import capsule_attention, t5_bias_table

@@ -12,16 +12,25 @@ import importlib
 import importlib.util
 import os
 import sys
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .library import EXTENSION_ERROR
 
+_Function = TypeVar("_Function", bound=Callable)
+
 #: What a user can name; attention has "flash_attn" besides.
 NAMES = ("reference", "cpu", "triton")
 #: torch device types that the Triton kernels run on (ROCm calls itself "cuda").
 _GPU_DEVICES = ("cuda", "xpu")
+
+
+def _constant_for_compile(function: _Function) -> _Function:
+    """What ``torch.compiler.assume_constant_result`` does, which would import torch._dynamo, triton and sympy: 2 s."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
 
 
 class BackendStatus(NamedTuple):
@@ -82,7 +91,7 @@ def backends() -> dict[str, BackendStatus]:
     }
 
 
-@torch.compiler.assume_constant_result
+@_constant_for_compile
 def resolve(name: str, device: torch.device) -> str:
     """The backend a call takes: ``name`` itself when it can serve ``device``, or for ``"auto"`` the fastest present.
 
@@ -107,7 +116,7 @@ def resolve(name: str, device: torch.device) -> str:
     return name
 
 
-@torch.compiler.assume_constant_result
+@_constant_for_compile
 def _load_triton(room: str) -> bool:
     """Imports a room's Triton file, which registers its kernels; True when they run in the interpreter.
 

@@ -39,7 +39,7 @@ _LIBRARY.define(
 )
 _LIBRARY.define(
     "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_total, Tensor total, Tensor weight, Tensor rstd, int slots,"
-    " Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool) -> (Tensor grad_total, Tensor grad_slots)"
+    " Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool, bool need_rows) -> (Tensor grad_rows, Tensor grad_slots)"
 )
 
 # The transpose of the rotation is its backward, so one op serves both; a tensor that is None comes back empty.
@@ -54,14 +54,14 @@ _LIBRARY.define(
 # Each is the other's backward. hidden [B, T, ...] and rows [N, ...] of any dtype; indices [N] rise strictly within B*T.
 _LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
 _LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
-# q [R, H, d], k and v [Rk, Hkv, d], bias_table [H, 2*Tmax-1]; lse is the base-2 log-sum-exp [H, R], fp32.
+# q [R, H, d], k and v [Rk, Hkv, d], whose offsets are q's where cu_seqlens_k is None; bias_table [H, 2*Tmax-1]; lse is the base-2 log-sum-exp [H, R], fp32.
 _LIBRARY.define(
-    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor cu_seqlens_k, bool causal, float scale,"
+    "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, bool causal, float scale,"
     " Tensor? bias_table, SymInt? window) -> (Tensor out, Tensor lse)"
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens,"
-    " Tensor cu_seqlens_k, bool causal, float scale, Tensor? bias_table, SymInt? window, bool need_q, bool need_keys)"
+    " Tensor? cu_seqlens_k, bool causal, float scale, Tensor? bias_table, SymInt? window, bool need_q, bool need_keys)"
     " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
@@ -117,8 +117,8 @@ def _(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool):
 
 
 @torch.library.register_fake("capt_kernels::add_rms_norm_backward")
-def _(grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool):
-    return total.new_empty(total.shape), _slot_gradient(total, slots, cu_seqlens)
+def _(grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool, need_rows):
+    return total.new_empty(total.shape if need_rows else 0), _slot_gradient(total, slots, cu_seqlens)
 
 
 @torch.library.register_fake("capt_kernels::rotary")

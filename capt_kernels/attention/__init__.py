@@ -116,17 +116,18 @@ def _run(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     causal: bool,
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
 ) -> Tensor:
-    """A packed call that has been checked, but for the reach of its bias."""
+    """A packed call that has been checked, but for the reach of its bias; the offsets of k are q's where None."""
     name = _choose(backend, q, bias_table)
     # A fused call on a GPU leaves the lengths there, as reading them would stall the stream.
     if name in ("reference", "cpu") or q.device.type == "cpu":
-        queries, keys = cu_seqlens.diff().tolist(), cu_seqlens_k.diff().tolist()
+        queries = cu_seqlens.diff().tolist()
+        keys = queries if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
         if bias_table is not None:
             _check_reach(bias_table, max([*queries, *keys], default=0))
         if name == "reference":
@@ -216,7 +217,6 @@ def capsule_attention(
         cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[0])
         if cu_seqlens_k is None:
             check_shape("k", k, (q.shape[0], *k.shape[1:]), "[R, Hkv, d] without cu_seqlens_k")
-            cu_seqlens_k = cu_seqlens
         else:
             cu_seqlens_k = check_cu_seqlens("cu_seqlens_k", cu_seqlens_k, k.shape[0])
             check_shape("cu_seqlens_k", cu_seqlens_k, tuple(cu_seqlens.shape), "cu_seqlens's")

@@ -50,12 +50,13 @@ def attention(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     causal: bool,
     scale: float,
     window: int | None,
 ) -> Tensor:
     """See :func:`capt_kernels.capsule_attention`."""
+    cu_seqlens_k = cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
     if cu_seqlens.shape[0] == 1:
         longest = longest_k = rows = rows_k = 0
     else:

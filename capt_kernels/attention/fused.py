@@ -37,7 +37,7 @@ def attention(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     causal: bool,
     scale: float,
     bias_table: Tensor | None,

@@ -42,7 +42,7 @@ def incoming(output, kind):
 
 def leaves(tensors, dtype, device, kind="contiguous"):
     """Each of ``tensors`` in ``dtype`` and the memory of ``kind``, asking for a gradient."""
-    return [strided(t.to(dtype), kind).to(device).requires_grad_() for t in tensors]
+    return [strided(t.to(device, dtype), kind).requires_grad_() for t in tensors]
 
 
 def compare(op, truth, inputs, backend, gradient="contiguous"):

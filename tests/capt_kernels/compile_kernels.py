@@ -26,6 +26,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from capt_kernels.capsule import triton as capsule
+from capt_kernels.glu import triton as glu
+from capt_kernels.packing import triton as packing
+from capt_kernels.rotary import triton as rotary
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -35,7 +38,7 @@ TARGETS = {
 }
 TYPES = {
     torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.float64: "*fp64",
-    torch.int32: "*i32", torch.int64: "*i64", torch.bool: "*i1",
+    torch.int32: "*i32", torch.int64: "*i64", torch.int16: "*i16", torch.uint8: "*u8", torch.bool: "*i1",
 }  # fmt: skip
 OPTIONS = ("num_warps", "num_stages", "maxnreg")
 
@@ -138,33 +141,58 @@ def capsule_calls(width: int, dtype: torch.dtype, slots: int) -> list[tuple[str,
             (f"{kind} refresh", partial(capsule.capsule_refresh, x, prompt, *where)),
             (f"{kind} refresh_backward", partial(capsule.capsule_refresh_backward, x, slots, *where, True)),
             (f"{kind} add_rms_norm", partial(capsule.add_rms_norm, x, x, weight, 1e-6, prompt, *where)),
-            (f"{kind} add_rms_norm_backward", partial(capsule.add_rms_norm_backward, *saved, *where)),
+            (f"{kind} add_rms_norm_backward", partial(capsule.add_rms_norm_backward, *saved, *where, True)),
         ]
     return calls
 
 
-def main(target: str) -> None:
+def room_calls(dtype: torch.dtype) -> list[tuple[str, Callable[[], Any]]]:
+    """Rotary, gated activation and packing at the sizes of a 1B Llama."""
+    q, k = torch.empty(2, 512, 32, 64, dtype=dtype), torch.empty(2, 512, 8, 64, dtype=dtype)
+    table = torch.empty(2, 512, 64)
+    gate = torch.empty(2, 512, 8192, dtype=dtype)
+    hidden, indices = torch.empty(2, 512, 2048, dtype=dtype), torch.arange(1024)
+    calls = [
+        ("rotary", partial(rotary.rotary, q, k, table, table, False)),
+        ("rotary_backward", partial(rotary.rotary, q, k, table, table, True)),
+        ("pack", partial(packing.pack, hidden, indices)),
+        ("unpack", partial(packing.unpack, hidden[0], indices[:512], 2, 512)),
+    ]
+    for kind in ("silu", "gelu_tanh"):
+        calls.append((f"{kind}", partial(glu.gated_activation, gate, gate, kind)))
+        calls.append((f"{kind}_backward", partial(glu.gated_activation_backward, gate, gate, gate, kind, True, True)))
+    return [(f"padded {op}", call) for op, call in calls]
+
+
+def report(target: str, calls: list[tuple[str, Callable[[], Any]]], size: dict[str, Any]) -> None:
+    """Compiles every kernel that ``calls`` launch and prints what came out."""
     amd = TARGETS[target].backend == "hip"
-    # Kernels of prepend and refresh know no width but their block of columns; those of the norm have tiles of their own.
+    for op, call in calls:
+        for kernel, arguments, options in record(call):
+            if amd:
+                options.pop("maxnreg", None)  # launchers give it to NVIDIA alone, and CPU tensors do not tell
+            compiled = triton.compile(source(kernel, arguments), target=TARGETS[target], options=options)
+            found = inspect_amd(compiled) if amd else inspect_nvidia(compiled)
+            print(json.dumps({"op": op, "kernel": kernel.__name__} | size | found), flush=True)
+
+
+def main(target: str) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        report(target, room_calls(dtype), {"dtype": str(dtype)})
+    # Tiles of prepend and refresh are the same at every width beyond their block of columns; those of the norm are not.
     for width, dtype, slots, only in (
         (2048, torch.bfloat16, 1, ""),
-        (2048, torch.float32, 1, ""),
-        (576, torch.bfloat16, 1, ""),
-        (576, torch.float32, 1, "norm"),
-        (4096, torch.bfloat16, 1, "norm"),
-        (4096, torch.float32, 1, "norm"),
-        (8192, torch.float32, 1, "norm"),
-        (2048, torch.bfloat16, 4, "packed"),
+        (2048, torch.float32, 1, "padded"),
+        (576, torch.bfloat16, 1, "padded"),
+        (576, torch.float32, 1, "padded add_rms_norm"),
+        (4096, torch.bfloat16, 1, "padded add_rms_norm"),
+        (4096, torch.float32, 1, "padded add_rms_norm"),
+        (8192, torch.float32, 1, "padded add_rms_norm"),
         (12288, torch.bfloat16, 1, "padded add_rms_norm"),
+        (2048, torch.bfloat16, 4, "packed"),
     ):
-        for op, call in capsule_calls(width, dtype, slots):
-            for kernel, arguments, options in record(call) if only in op else ():
-                if amd:
-                    options.pop("maxnreg", None)  # launchers give it to NVIDIA alone, and CPU tensors do not tell
-                compiled = triton.compile(source(kernel, arguments), target=TARGETS[target], options=options)
-                found = inspect_amd(compiled) if amd else inspect_nvidia(compiled)
-                what = {"op": op, "kernel": kernel.__name__, "width": width, "dtype": str(dtype), "slots": slots}
-                print(json.dumps(what | found), flush=True)
+        calls = [(op, call) for op, call in capsule_calls(width, dtype, slots) if only in op]
+        report(target, calls, {"width": width, "dtype": str(dtype), "slots": slots})
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def op(options):
 
 
 SIZES = [
-    Case(lengths=(t, 3), causal=c, bias=b and t + 3)
+    Case(lengths=(t, 3), heads=2, key_heads=1, causal=c, bias=b and t + 3)
     for t in (1, 2, 15, 16, 17, 127)
     for c in (True, False)
     for b in (0, 1)
@@ -159,8 +159,8 @@ def test_equals_one_dense_softmax(case, backend):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [*OPTIONS[::3], LONG[0], LONG[2]], ids=str)
 def test_other_dtypes(case, dtype, backend):
-    if backend == "triton" and dtype == torch.bfloat16 and not torch.cuda.is_available():
-        pytest.skip("Triton's interpreter has no bfloat16 product")
+    if backend == "triton" and not torch.cuda.is_available() and (dtype != torch.float16 or case in LONG):
+        pytest.skip("in Triton's interpreter: float32 is tested above, bfloat16 has no product, and it is slow")
     inputs, options = make(case, dtype)
     checks.compare(op(options), dense(case, options), inputs, backend)
 
@@ -172,10 +172,11 @@ MIXED = [("contiguous", "transposed", "sliced"), ("expanded", "sliced", "every o
 
 @pytest.mark.parametrize("gradient", checks.GRADIENTS)
 @pytest.mark.parametrize("kinds", KINDS + MIXED, ids=str)
+@pytest.mark.parametrize("backend", ["reference", "cpu"])  # Triton's by pairs, in test_attention_triton
 @pytest.mark.parametrize("case", [Case(), Case(bias=7, causal=False, beyond=1)], ids=str)
 def test_strides(case, kinds, gradient, backend):
     """k and v of different strides among them: a kernel that reads one with the other's passes wherever they agree."""
-    inputs, options = make(case, checks.exact(backend), kinds)
+    inputs, options = make(case, kinds=kinds)
     checks.compare(op(options), dense(case, options), inputs, backend, gradient)
 
 

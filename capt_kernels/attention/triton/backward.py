@@ -1,9 +1,9 @@
 """The backward: every score is computed again, once for the queries' gradients and once for the keys' and values'.
 
 With P the weights and dO the incoming gradient: ``dV = P^T dO``, ``dS = P * (dO V^T - delta)``, ``dQ = scale * dS K``,
-``dK = scale * dS^T Q``, where delta is the row sum of ``dO * O``. The kernel of queries goes first, since it has the rows
-at hand that delta needs, and leaves it for the other. The bias is frozen: there is no gradient of it, and dS never leaves
-the registers.
+``dK = scale * dS^T Q``, where delta is the row sum of ``dO * O``. The kernel of queries goes first, since it has the
+rows at hand that delta needs, and leaves it for the other. The bias is frozen: there is no gradient of it, and dS never
+leaves the registers.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ def attention_backward(
     out: Tensor,
     lse: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     causal: bool,
     scale: float,
     bias_table: Tensor | None,
@@ -182,7 +182,7 @@ def attention_backward(
             )
         if k.numel() and need_keys:
             blocks = blocks_for("keys", q, bias_table is not None)
-            key_kernel[programs(key_rows, cu_seqlens_k, blocks.n), key_heads](
+            key_kernel[programs(key_rows, cu_seqlens, blocks.n), key_heads](
                 **common, dk_ptr=dk, dv_ptr=dv, **blocks.options
             )
     return dq, dk, dv

@@ -1,9 +1,10 @@
 """Block shapes: how many queries and keys a program has at once, by kernel, head size, dtype and architecture.
 
-The largest that compile without spilling a register (the tests compile them), as the traffic of the other side falls
-with the size of a block. Hopper's and Blackwell's products are of 64 rows a warpgroup, so two warpgroups take 128. Keys
-come by 64 and less, since sequences of some hundred rows would leave much of a longer block empty. A bias costs
-registers for its addresses and, where loads are staged, shared memory, hence the rows of their own.
+The largest that compile without spilling a register (tests compile those for heads up to 128), as the traffic of the
+other side falls with the size of a block. Products of Hopper and Blackwell take 64 rows a warpgroup, so two warpgroups
+have 128 of the side that a program owns. The side that it walks comes by 64 and less, since a sequence of some hundred
+rows would leave much of a longer block empty. A bias costs registers for its addresses and, where loads are staged,
+shared memory, hence the rows of their own.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _HALF = {
         "keys+": _row((64, 64, 4, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
     },
     "sm_90": {
-        "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
+        "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 32, 8, 2)),
         "forward+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
         "queries": _row((128, 64, 8, 2), (128, 64, 8, 2), (64, 32, 8, 2)),
-        "queries+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 1)),
-        "keys": _row((64, 128, 8, 2), (32, 128, 8, 2), (32, 64, 8, 1)),
-        "keys+": _row((64, 128, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1)),
+        "queries+": _row((128, 64, 8, 2), (128, 32, 8, 2), (64, 32, 8, 2)),
+        "keys": _row((64, 128, 8, 2), (32, 128, 8, 2), (32, 32, 8, 1)),
+        "keys+": _row((64, 128, 8, 2), (32, 64, 8, 2), (32, 32, 8, 1)),
     },
     "sm_100": {
         "forward": _row((128, 64, 8, 3), (128, 64, 8, 3), (64, 64, 8, 2)),
@@ -72,7 +73,7 @@ _HALF = {
         "queries": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
         "queries+": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
         "keys": _row((64, 64, 4, 1), (64, 64, 4, 1), (32, 32, 4, 1)),
-        "keys+": _row((64, 64, 4, 1), (32, 64, 4, 1), (32, 32, 4, 1)),
+        "keys+": _row((64, 64, 4, 1), (32, 64, 4, 1), (16, 32, 4, 1)),
     },
 }
 #: fp32 is multiplied without tensor cores, each thread with whole rows of its operands in registers.
@@ -81,8 +82,8 @@ _SINGLE = {
     "queries": _row((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
     "keys": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
 }
-#: Small, so that short sequences have several.
-_INTERPRETER = {"forward": Blocks(32, 16, 4, 1), "queries": Blocks(16, 32, 4, 1), "keys": Blocks(16, 32, 4, 1)}
+#: Small, so that a test of some hundred rows has several; what a step costs in the interpreter is its Python.
+_INTERPRETER = {"forward": Blocks(32, 64, 4, 1), "queries": Blocks(32, 64, 4, 1), "keys": Blocks(64, 32, 4, 1)}
 
 
 @functools.cache

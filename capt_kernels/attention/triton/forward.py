@@ -93,7 +93,7 @@ def attention_forward(
     k: Tensor,
     v: Tensor,
     cu_seqlens: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     causal: bool,
     scale: float,
     bias_table: Tensor | None,

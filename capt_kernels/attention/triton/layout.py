@@ -150,15 +150,16 @@ def element_strided(rows: Tensor) -> Tensor:
 
 
 def arguments(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
     causal: bool, scale: float, bias_table: Tensor | None, window: int | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What every kernel takes."""
     q, k, v = element_strided(q), element_strided(k), element_strided(v)
+    cu_seqlens = cu_seqlens.contiguous()
     (rows, heads, head), (key_rows, key_heads, _) = q.shape, k.shape
     return {
         "q_ptr": q, "k_ptr": k, "v_ptr": v, "bias_ptr": None if bias_table is None else bias_table.contiguous(),
-        "cu_ptr": cu_seqlens.contiguous(), "cu_k_ptr": cu_seqlens_k.contiguous(),
+        "cu_ptr": cu_seqlens, "cu_k_ptr": cu_seqlens if cu_seqlens_k is None else cu_seqlens_k.contiguous(),
         "q_stride": q.stride(0), "q_stride_h": q.stride(1), "k_stride": k.stride(0), "k_stride_h": k.stride(1),
         "v_stride": v.stride(0), "v_stride_h": v.stride(1),
         "batch": cu_seqlens.shape[0] - 1, "rows": rows, "key_rows": key_rows, "heads": heads,
