@@ -11,16 +11,16 @@ import dataclasses
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from .config import CaptConfig
+from .memory import bytes_kept
 from .model import CaptModel, get_capt_model
 from .staging import write_json
 from .tasks import encode
@@ -126,7 +126,8 @@ class Demo:
         if not trainable:
             return row | dict.fromkeys(("accuracy_after", "seconds", "kept_bytes"))
         padded = DataCollatorWithPadding(self.tokenizer)(self.train_rows[: self.config.batch_size])
-        kept = bytes_kept_for_backward(model, {name: tensor.to(model.device) for name, tensor in padded.items()})
+        batch = {name: tensor.to(model.device) for name, tensor in padded.items()}
+        kept = bytes_kept(model.train(), lambda: model(**batch).loss)
         seconds = self._fit(model)
         return row | {"accuracy_after": self._accuracy(model), "seconds": seconds, "kept_bytes": kept}
 
@@ -139,38 +140,6 @@ class Demo:
             started = time.perf_counter()
             trainer.train()
             return round(time.perf_counter() - started, 1)
-
-
-def bytes_kept_for_backward(model: nn.Module, batch: dict[str, Tensor]) -> int:
-    """Bytes that autograd keeps between forward and backward of one training step on ``batch`` (which has ``labels``).
-
-    Every storage counts once and whole, however many views of it are saved. Parameters and buffers are left out: they
-    lie there anyway.
-    """
-    resident = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in resident:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor  # held until backward, so no other storage can take its address
-
-    with _training(model), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(**batch)["loss"]
-    loss.backward()
-    model.zero_grad(set_to_none=True)
-    return sum(kept.values())
-
-
-@contextlib.contextmanager
-def _training(model: nn.Module) -> Iterator[None]:
-    before = model.training
-    model.train()
-    try:
-        yield
-    finally:
-        model.train(before)
 
 
 def _table(rows: Sequence[dict[str, Any]]) -> str:

@@ -54,8 +54,9 @@ def boolean_mask(name: str, mask: Tensor) -> Tensor:
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int) -> Tensor:
     """Offsets [B+1] int32 (or int64) that start at 0, never fall and end within ``rows``. Returned as int32.
 
-    Values are looked at on the CPU only: on a GPU that would stall the stream at every call. There, kernels
-    stay within ``rows`` whatever the offsets say, and the result of wrong offsets is undefined.
+    Values are looked at on the CPU only, and not under torch.compile, which has none while it traces: on a GPU that
+    would stall the stream at every call. Elsewhere int64 offsets are cut to int32 unseen, kernels stay within ``rows``
+    whatever the offsets say, and the result of wrong offsets is undefined.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"{name} must have shape [B+1], got {tuple(cu_seqlens.shape)}")

@@ -12,6 +12,11 @@ import pytest
 
 import capt_kernels
 
+if capt_kernels.backends()["triton"].available and not torch.cuda.is_available():
+    from .interpreter_rounding import round_to_nearest
+
+    round_to_nearest()
+
 
 @pytest.fixture(autouse=True)
 def _seed():

@@ -173,18 +173,31 @@ def test_an_unknown_capability_is_named():
 
 
 @needs_extension
-def test_results_do_not_depend_on_the_number_of_threads():
-    """One long sequence is split along its rows, and its sum is still formed in one order."""
-    hidden = torch.randn(1, 2049, 256)
-    prompt, weight, threads = torch.randn(256), torch.randn(256), torch.get_num_threads()
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("op", ["capsule_prepend", "capsule_refresh", "add_rms_norm"])
+def test_results_do_not_depend_on_the_number_of_threads(op, layout, slots):
+    """A long sequence is split along its rows, and its sums are still formed in one order."""
+    length, width = 2049, 256
+    where = {"pool_mask": torch.rand(length) < 0.7, "backend": "cpu"}
+    if layout == "packed":
+        hidden = torch.randn(length, width)
+        where |= {"cu_seqlens": torch.tensor([0, 40, 40, 2000], dtype=torch.int32), "lead": 1}
+    else:
+        hidden = torch.randn(1, length, width)
+        where["pool_mask"] = where["pool_mask"][None, 0 if op == "capsule_prepend" else slots :]
+    prompt, weight, threads = torch.randn(slots, width), torch.randn(width), torch.get_num_threads()
     results = []
     try:
         for count in (1, 2, 3, 7):
             torch.set_num_threads(count)
-            leaf = hidden.clone().requires_grad_()
-            normed, total = capt_kernels.add_rms_norm(None, leaf, weight, 1e-6, prompt=prompt, backend="cpu")
-            (grad,) = torch.autograd.grad(normed.square().sum() + total.square().sum(), leaf)
-            results.append((normed.detach(), total.detach(), grad))
+            leaves = [x.clone().requires_grad_() for x in (hidden, prompt)]
+            if op == "add_rms_norm":
+                outputs = capt_kernels.add_rms_norm(None, leaves[0], weight, 1e-6, prompt=leaves[1], **where)
+            else:
+                outputs = (getattr(capt_kernels, op)(*leaves, **where),)
+            grads = torch.autograd.grad(sum(x.square().sum() for x in outputs), leaves)
+            results.append([x.detach() for x in (*outputs, *grads)])
     finally:
         torch.set_num_threads(threads)
     for other in results[1:]:

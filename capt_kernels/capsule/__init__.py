@@ -6,6 +6,8 @@ Each public function validates, then hands over to a backend: ``reference`` (pla
 from __future__ import annotations
 
 import functools
+import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from torch import Tensor
 from ..backends import kernels, resolve
 from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
 from . import fused, reference
+
+#: Offsets are int32, so no sequence has more rows to stay in front of its slots.
+_MOST_ROWS = 2**31 - 1
 
 
 def _run(backend: str, op: str, device: torch.device, *arguments):
@@ -22,10 +27,10 @@ def _run(backend: str, op: str, device: torch.device, *arguments):
     return getattr(fused, op)(kernels("capsule", name), *arguments)
 
 
-def _rows_and_prompt(
-    name: str, hidden: Tensor, prompt: Tensor, mask, cu_seqlens, pool_mask, lead: int, held: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Checks a call; returns the prompt as [B, K, D], the rows that may enter the pool, and int32 offsets.
+def _prompt_and_place(
+    name: str, hidden: Tensor, prompt: Tensor, mask, cu_seqlens, pool_mask, lead: Any, pool: Any, held: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, int, bool]:
+    """Checks a call; returns the prompt as [B, K, D], the rows that may enter the pool, int32 offsets, lead and pool.
 
     ``held`` tells whether ``hidden`` holds the slots already (then a padded mask covers T = rows - K tokens).
     """
@@ -36,6 +41,8 @@ def _rows_and_prompt(
     )
     if isinstance(lead, bool) or not isinstance(lead, int) or lead < 0:
         raise ValueError(f"lead must be a non-negative int, got {lead!r}")
+    if not isinstance(pool, bool):
+        raise ValueError(f"pool must be a bool, got {pool!r}")
     packed = cu_seqlens is not None
     if packed and mask is not None:
         raise ValueError(
@@ -73,14 +80,14 @@ def _rows_and_prompt(
         if pool_mask is not None:
             check_shape("pool_mask", pool_mask, (hidden.shape[0],), "[R]")
             pool_mask = boolean_mask("pool_mask", pool_mask)
-        return prompt, pool_mask, cu_seqlens
+        return prompt, pool_mask, cu_seqlens, min(lead, _MOST_ROWS), pool
     tokens = (batch, hidden.shape[1] - (slots if held else 0))
     masks = []
     for mask_name, given in (("mask", mask), ("pool_mask", pool_mask)):
         if given is not None:
             check_shape(mask_name, given, tokens, "[B, T]")
             masks.append(boolean_mask(mask_name, given))
-    return prompt, functools.reduce(torch.logical_and, masks) if masks else None, None
+    return prompt, functools.reduce(torch.logical_and, masks) if masks else None, None, 0, pool
 
 
 def capsule_prepend(
@@ -118,10 +125,8 @@ def capsule_prepend(
         ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this
             machine.
     """
-    prompt, pooled, cu_seqlens = _rows_and_prompt(
-        "hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, held=False
-    )
-    return _run(backend, "capsule_prepend", hidden.device, hidden, prompt, pooled, cu_seqlens, lead, bool(pool))
+    place = _prompt_and_place("hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, pool, held=False)
+    return _run(backend, "capsule_prepend", hidden.device, hidden, *place)
 
 
 def capsule_refresh(
@@ -152,10 +157,8 @@ def capsule_refresh(
         ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this
             machine.
     """
-    prompt, pooled, cu_seqlens = _rows_and_prompt(
-        "hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, held=True
-    )
-    return _run(backend, "capsule_refresh", hidden.device, hidden, prompt, pooled, cu_seqlens, lead, bool(pool))
+    place = _prompt_and_place("hidden", hidden, prompt, mask, cu_seqlens, pool_mask, lead, pool, held=True)
+    return _run(backend, "capsule_refresh", hidden.device, hidden, *place)
 
 
 def add_rms_norm(
@@ -182,11 +185,13 @@ def add_rms_norm(
         branch: the output of the layer's attention or MLP, shaped as ``residual``, or None.
         residual: ``[B, K+T, D]`` or ``[R, D]`` packed; without a prompt any ``[..., D]``. fp32, fp16, bf16 or fp64.
         weight: ``[D]``, any float dtype.
-        eps: added to the mean square.
-        prompt, mask, cu_seqlens, pool_mask, lead, pool, backend: as :func:`capsule_refresh`.
+        eps: added to the mean square; non-negative.
+        prompt, mask, cu_seqlens, pool_mask, lead, pool, backend: as :func:`capsule_refresh`. Without a prompt, the
+            five in the middle are refused.
 
     Returns:
-        ``(normed, residual_out)``, both of the shape and dtype of ``residual``; ``residual_out`` is x.
+        ``(normed, residual_out)``, both of the shape and dtype of ``residual``; ``residual_out`` is x. Without a branch
+        and a prompt there is nothing to write, and ``residual_out`` is ``residual`` itself, not a copy.
 
     Raises:
         ValueError: a shape, dtype, device, mask or offset that does not fit. ImportError: ``backend`` is not on this
@@ -202,30 +207,20 @@ def add_rms_norm(
         check_shape("branch", branch, tuple(residual.shape), "residual's")
         if branch.dtype != residual.dtype:
             raise ValueError(f"branch must have residual's dtype {residual.dtype}, got {branch.dtype}")
-    pooled = None
+    if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
+        raise ValueError(f"eps must be a non-negative finite number, got {eps!r}")
     if prompt is not None:
-        prompt, pooled, cu_seqlens = _rows_and_prompt(
-            "residual", residual, prompt, mask, cu_seqlens, pool_mask, lead, held=True
-        )
+        place = _prompt_and_place("residual", residual, prompt, mask, cu_seqlens, pool_mask, lead, pool, held=True)
     else:
-        # Without a prompt there is no slot, and nothing that these would say.
-        for name, given in (("mask", mask), ("cu_seqlens", cu_seqlens), ("pool_mask", pool_mask)):
-            if given is not None:
-                raise ValueError(f"{name} tells where a prompt's slots are, got it without a prompt")
-    return _run(
-        backend,
-        "add_rms_norm",
-        residual.device,
-        branch,
-        residual,
-        weight,
-        float(eps),
-        prompt,
-        pooled,
-        cu_seqlens,
-        lead,
-        bool(pool),
-    )
+        tensors = (("mask", mask), ("cu_seqlens", cu_seqlens), ("pool_mask", pool_mask))
+        given = [name for name, tensor in tensors if tensor is not None]
+        given += ["lead"] * (lead != 0) + ["pool"] * (pool is not True)
+        if given:
+            raise ValueError(
+                f"{given[0]} tells where a prompt's slots are or what enters them, got it without a prompt"
+            )
+        place = (None, None, None, 0, True)
+    return _run(backend, "add_rms_norm", residual.device, branch, residual, weight, float(eps), *place)
 
 
 __all__ = ["add_rms_norm", "capsule_prepend", "capsule_refresh"]

@@ -45,6 +45,12 @@ class _Overwrite(torch.autograd.Function):
         )
 
 
+def _weight_gradient(grad_normed: Tensor, total: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
+    # A trainable norm is the exception: plain torch, nothing kept for it beforehand.
+    scaled = grad_normed.to(rstd.dtype) * total.to(rstd.dtype) * rstd[..., None]
+    return scaled.reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
+
+
 class _AddRMSNorm(torch.autograd.Function):
     """Keeps the sum (an output that the residual stream holds anyway) and one fp32 a row."""
 
@@ -53,8 +59,6 @@ class _AddRMSNorm(torch.autograd.Function):
         normed, total, rstd = kernels.add_rms_norm(
             branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool
         )
-        if branch is None and prompt is None:
-            total = residual.view_as(residual)
         ctx.save_for_backward(total, weight, rstd, pooled, cu_seqlens)
         ctx.set_materialize_grads(False)
         ctx.backward_kernel = kernels.add_rms_norm_backward
@@ -67,17 +71,17 @@ class _AddRMSNorm(torch.autograd.Function):
     def backward(ctx, grad_normed, grad_total):
         total, weight, rstd, pooled, cu_seqlens = ctx.saved_tensors
         _, need_branch, need_residual, need_weight, _, need_prompt = ctx.needs_input_grad[:6]
-        grad_weight = None
-        if need_weight and grad_normed is not None:
-            # A trainable norm is the exception: plain torch, nothing kept for it beforehand.
-            scaled = grad_normed.to(rstd.dtype) * total.to(rstd.dtype) * rstd[..., None]
-            grad_weight = scaled.flatten(0, -2).sum(0).to(weight.dtype)
         if grad_normed is None and grad_total is None:
             return (None,) * 10
+        grad_weight = None
+        if need_weight and grad_normed is not None:
+            grad_weight = _weight_gradient(grad_normed, total, rstd, weight)
         grad = grad_slots = None
-        if need_branch or need_residual or need_prompt:
+        need_rows = need_branch or need_residual
+        if need_rows or need_prompt:
+            where = (pooled, cu_seqlens, ctx.lead, ctx.pool)
             grad, grad_slots = ctx.backward_kernel(
-                grad_normed, grad_total, total, weight, rstd, ctx.slots, pooled, cu_seqlens, ctx.lead, ctx.pool
+                grad_normed, grad_total, total, weight, rstd, ctx.slots, *where, need_rows
             )
         return (
             None,
@@ -93,6 +97,27 @@ class _AddRMSNorm(torch.autograd.Function):
         )
 
 
+class _RMSNorm(torch.autograd.Function):
+    """add_rms_norm where nothing is added and no slot is overwritten: the sum is its input, and no output of it."""
+
+    @staticmethod
+    def forward(ctx, kernels, residual, weight, eps):
+        normed, _, rstd = kernels.add_rms_norm(None, residual, weight, eps, None, None, None, 0, False)
+        ctx.save_for_backward(residual, weight, rstd)
+        ctx.backward_kernel = kernels.add_rms_norm_backward
+        return normed
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_normed):
+        residual, weight, rstd = ctx.saved_tensors
+        _, need_residual, need_weight, _ = ctx.needs_input_grad
+        grad = None
+        if need_residual:
+            grad, _ = ctx.backward_kernel(grad_normed, None, residual, weight, rstd, 0, None, None, 0, False, True)
+        return None, grad, _weight_gradient(grad_normed, residual, rstd, weight) if need_weight else None, None
+
+
 def capsule_prepend(kernels: Any, hidden: Tensor, prompt: Tensor, *where) -> Tensor:
     return _Overwrite.apply(kernels, "capsule_prepend", hidden, prompt, *where)
 
@@ -101,5 +126,9 @@ def capsule_refresh(kernels: Any, hidden: Tensor, prompt: Tensor, *where) -> Ten
     return _Overwrite.apply(kernels, "capsule_refresh", hidden, prompt, *where)
 
 
-def add_rms_norm(kernels: Any, *arguments) -> tuple[Tensor, Tensor]:
-    return _AddRMSNorm.apply(kernels, *arguments)
+def add_rms_norm(
+    kernels: Any, branch: Tensor | None, residual: Tensor, weight: Tensor, eps: float, prompt: Tensor | None, *where
+) -> tuple[Tensor, Tensor]:
+    if branch is None and prompt is None:
+        return _RMSNorm.apply(kernels, residual, weight, eps), residual
+    return _AddRMSNorm.apply(kernels, branch, residual, weight, eps, prompt, *where)

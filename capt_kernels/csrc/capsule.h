@@ -48,7 +48,7 @@ struct AddRMSNormBackward {
   Rows total;
   Vectors weight;
   Rows rstd;
-  Rows grad;
+  Rows grad;         // of both terms of the sum
   void* grad_slots;  // [B, K, D]
 };
 

@@ -140,7 +140,7 @@ void add_rms_norm_backward_typed(const AddRMSNormBackward& op) {
     if (op.plan.layout.is_slot(sequence, t)) return write_spread(to, spread, width);
     gradient(sequence.batch, at, to, spread);
   };
-  spread_rows(op.plan, width, static_cast<acc_t*>(op.grad_slots), false, slot_grad, row_grad);
+  spread_rows(op.plan, width, static_cast<acc_t*>(op.grad_slots), !op.grad, slot_grad, row_grad);
 }
 
 }  // namespace

@@ -17,7 +17,14 @@ Activation activation(const std::string& kind) {
   return Activation::ReLU;
 }
 
+void check_gate(const Tensor& gate, const Tensor& up) {
+  check_floating("gate", gate);
+  STD_TORCH_CHECK(gate.dim() > 0, "gate must have shape [..., F], got a scalar");
+  check_like("up", up, gate);
+}
+
 Tensor gated_activation(const Tensor& gate, const Tensor& up, std::string kind) {
+  check_gate(gate, up);
   const Tensor gates = with_dense_rows(gate), ups = with_dense_rows(up);
   const Shape shape = shape_of(gates);
   Tensor out = empty(sizes_of(gate), gate.scalar_type());
@@ -28,6 +35,8 @@ Tensor gated_activation(const Tensor& gate, const Tensor& up, std::string kind) 
 
 std::tuple<Tensor, Tensor> gated_activation_backward(
     const Tensor& grad, const Tensor& gate, const Tensor& up, std::string kind, bool need_gate, bool need_up) {
+  check_gate(gate, up);
+  check_like("grad", grad, gate);
   const Tensor grads = with_dense_rows(grad), gates = with_dense_rows(gate), ups = with_dense_rows(up);
   const Shape shape = shape_of(gates);
   const std::vector<int64_t> sizes = sizes_of(gate), none = {0};

@@ -24,23 +24,24 @@ Stretch dense_after(const Tensor& tensor, int64_t leading) {
   return {dense ? tensor : torch::stable::contiguous(tensor), elements * static_cast<int64_t>(tensor.element_size())};
 }
 
-const int64_t* checked(const Tensor& indices, int64_t positions) {
-  const int64_t* index = static_cast<const int64_t*>(indices.const_data_ptr());
-  for (int64_t i = 0; i < indices.numel(); ++i) {
-    STD_TORCH_CHECK(
-        index[i] >= 0 && index[i] < positions && (i == 0 || index[i] > index[i - 1]),
-        "indices must rise strictly within ", positions, " positions, got ", index[i], " at ", i);
-  }
-  return index;
+Tensor dense_indices(const Tensor& indices) {
+  check_dim("indices", indices, 1, 1);
+  check_dtype("indices", indices, ScalarType::Long);
+  return torch::stable::contiguous(indices);
 }
 
 int64_t grain(int64_t bytes) { return std::max<int64_t>(1, 4 * kGrain / std::max<int64_t>(1, bytes)); }
 
 Tensor pack(const Tensor& hidden, const Tensor& indices) {
+  STD_TORCH_CHECK(hidden.dim() >= 2, "hidden must have shape [B, T, ...], got ", spelled(sizes_of(hidden)));
+  const Tensor order = dense_indices(indices);
   const Stretch rows = dense_after(hidden, 2);
-  const Tensor order = torch::stable::contiguous(indices);
-  const int64_t length = hidden.size(1), count = order.numel(), size = rows.bytes;
-  const int64_t* index = checked(order, hidden.size(0) * length);
+  const int64_t length = hidden.size(1), positions = hidden.size(0) * length, count = order.numel(), size = rows.bytes;
+  const int64_t* index = static_cast<const int64_t*>(order.const_data_ptr());
+  for (int64_t i = 0; i < count; ++i) {  // each is a place to read from
+    STD_TORCH_CHECK(
+        index[i] >= 0 && index[i] < positions, "indices must lie within ", positions, " positions, got ", index[i]);
+  }
   const int64_t element = static_cast<int64_t>(hidden.element_size());
   const int64_t across = rows.tensor.stride(0) * element, down = rows.tensor.stride(1) * element;
   std::vector<int64_t> sizes = sizes_of(hidden);
@@ -58,10 +59,14 @@ Tensor pack(const Tensor& hidden, const Tensor& indices) {
 }
 
 Tensor unpack(const Tensor& rows, const Tensor& indices, int64_t batch, int64_t length) {
+  STD_TORCH_CHECK(rows.dim() >= 1, "rows must have shape [N, ...], got a scalar");
+  STD_TORCH_CHECK(batch >= 0 && length >= 0, "batch and length must not be negative, got ", batch, " and ", length);
+  const Tensor order = dense_indices(indices);
+  check_sizes("indices", order, {rows.size(0)});
   const Stretch packed = dense_after(rows, 1);
-  const Tensor order = torch::stable::contiguous(indices);
   const int64_t positions = batch * length, size = packed.bytes, down = packed.tensor.stride(0) * rows.element_size();
-  const int64_t* index = checked(order, positions);
+  // That they rise is for the caller to see to: whatever they are, no more than `rows` is read and `out` written.
+  const int64_t* index = static_cast<const int64_t*>(order.const_data_ptr());
   const int64_t* last = index + order.numel();
   std::vector<int64_t> sizes = sizes_of(rows);
   sizes[0] = length;

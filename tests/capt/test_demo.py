@@ -1,34 +1,12 @@
 import json
 
 import pytest
-import torch
-from torch import nn
 
 from capt import assets
 from capt.cli import main
-from capt.demo import METHODS, Demo, bytes_kept_for_backward
+from capt.demo import METHODS, Demo
 
 from .tiny import BAD, GOOD, OTHER, save_llama
-
-
-class Squared(nn.Module):
-    def __init__(self, frozen: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4, 4))
-        self.register_buffer("frozen", torch.ones(frozen, frozen))
-
-    def forward(self, x, labels):
-        hidden = x @ self.weight  # keeps x, and the weight, which lies there anyway
-        return {"loss": (hidden * hidden + hidden.view(-1).view_as(hidden) ** 2).sum() + labels.sum()}
-
-
-def test_bytes_kept_count_each_storage_once():
-    batch = {"x": torch.randn(8, 4), "labels": torch.zeros(8)}
-    model = Squared(100).eval()
-    # x and hidden, of 8 x 4 floats each
-    assert bytes_kept_for_backward(model, batch) == 2 * 8 * 4 * 4
-    assert model.weight.grad is None
-    assert not model.training
 
 
 @pytest.fixture

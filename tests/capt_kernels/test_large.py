@@ -1,4 +1,4 @@
-"""More than 2^31 elements: row offsets are 64-bit. Needs a GPU with room; the C++ kernels are checked on virtual memory."""
+"""More than 2^31 elements: row offsets are 64-bit. On a GPU with room; the C++ kernels on virtual memory."""
 
 import pytest
 import torch
@@ -29,18 +29,34 @@ def test_rows_beyond_two_to_the_31_elements_on_a_gpu():
     assert (prompt.grad == 1).all()
 
 
-def test_a_row_stride_beyond_32_bits_on_cpu():
-    """Two rows of a tensor that lie 2^31 elements apart; only their own pages are touched."""
-    if not ck.backends()["cpu"].available:
-        pytest.skip(ck.backends()["cpu"].reason)
+def far_apart(*shape):
+    """The first dimension lies 2^31 elements apart; only its own pages are touched."""
     memory = torch.empty(2**31 + 64, dtype=torch.float32)
-    rows = memory.as_strided((2, 8), (2**31, 1))
+    inner = torch.empty(shape[1:]).stride()
+    return memory.as_strided(shape, (2**31, *inner))
+
+
+@pytest.mark.skipif(not ck.backends()["cpu"].available, reason=ck.backends()["cpu"].reason)
+def test_a_row_stride_beyond_32_bits_on_cpu():
+    rows = far_apart(2, 8)
     rows[0], rows[1] = 1.0, 3.0
-    cu_seqlens = torch.tensor([0, 2], dtype=torch.int32)
-    out = ck.capsule_refresh(rows, torch.zeros(8), cu_seqlens=cu_seqlens, backend="cpu")
-    assert out.tolist() == [[2.0] * 8, [3.0] * 8]
-    normed, total = ck.add_rms_norm(
-        None, rows, torch.ones(8), 0.0, prompt=torch.zeros(8), cu_seqlens=cu_seqlens, backend="cpu"
-    )
+    where = {"cu_seqlens": torch.tensor([0, 2], dtype=torch.int32), "backend": "cpu"}
+    assert ck.capsule_refresh(rows, torch.zeros(8), **where).tolist() == [[2.0] * 8, [3.0] * 8]
+    assert ck.capsule_prepend(rows, torch.zeros(8), **where).tolist() == [[2.0] * 8, [1.0] * 8, [3.0] * 8]
+    normed, total = ck.add_rms_norm(None, rows, torch.ones(8), 0.0, prompt=torch.zeros(8), **where)
     assert total.tolist() == [[2.0] * 8, [3.0] * 8]
     assert normed.tolist() == [[1.0] * 8, [1.0] * 8]
+    assert ck.gated_activation(rows, rows, "relu", backend="cpu").tolist() == [[1.0] * 8, [9.0] * 8]
+    normed, _ = ck.add_rms_norm(None, rows, torch.ones(8), 0.0, backend="cpu")
+    assert normed.tolist() == [[1.0] * 8, [1.0] * 8]
+
+    batch = far_apart(2, 3, 4)
+    batch[0], batch[1] = 1.0, 3.0
+    assert ck.capsule_prepend(batch, torch.zeros(4), backend="cpu")[:, 0, 0].tolist() == [1.0, 3.0]
+    packed, _, indices = ck.pack(batch, torch.tensor([[0, 0, 1], [1, 0, 0]]), backend="cpu")
+    assert packed.tolist() == [[1.0] * 4, [3.0] * 4]
+    unpacked = ck.unpack(far_apart(2, 4).copy_(packed), indices, 2, 3, backend="cpu")
+    assert unpacked.sum(-1).tolist() == [[0.0, 0.0, 4.0], [12.0, 0.0, 0.0]]
+    cos, sin = far_apart(2, 4).fill_(0), far_apart(2, 4).fill_(1)
+    for turned in ck.apply_rotary(batch[:, :2], batch[:, 2:], cos, sin, backend="cpu"):  # a quarter turn
+        assert turned[:, 0].tolist() == [[-1.0, -1.0, 1.0, 1.0], [-3.0, -3.0, 3.0, 3.0]]

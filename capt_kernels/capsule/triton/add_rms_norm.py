@@ -130,7 +130,7 @@ def backward_kernel(
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Gradient of a chunk's rows of the sum, the slots' spread over those that they were pooled from."""
+    """The slots' gradients and, unless ``grad_ptr`` is None, those of a chunk's rows, over which the slots' are spread."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -141,7 +141,6 @@ def backward_kernel(
     weight = tl.load(weight_ptr + columns, mask=inside, other=0).to(ACC)
     total_ptr += layout.base(sequence, start, cu_ptr, total_stride_b, total_stride_r)
     rstd_ptr += start
-    grad_ptr += start * WIDTH
     if normed_ptr is not None:
         normed_ptr += layout.base(sequence, start, cu_ptr, normed_stride_b, normed_stride_r)
     if total_grad_ptr is not None:
@@ -159,38 +158,43 @@ def backward_kernel(
             slot = (tl.cast(sequence, tl.int64) * SLOTS + k + one)[:, None]
             tl.store(grad_slots_ptr + slot * WIDTH + columns[None, :], g, mask=inside[None, :])
 
-    for k in range(lowest, highest + 1):
-        if POOL:
-            share = _row_gradient(
-                normed_ptr, total_grad_ptr, total_ptr, rstd_ptr, normed_stride_r, total_grad_stride_r, total_stride_r,
-                (one + first + k).to(tl.int64), one < slots, columns, inside, weight, WIDTH, 1, BLOCK, ACC,
-            ) / layout.bin_size(k, count, SLOTS, ACC)  # fmt: skip
-        for i in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), ROWS):
-            index = i + tl.arange(0, ROWS)
-            owner, last, pooled = layout.row_bins(index, lowest, count, start, length, held, first, before_ptr, SLOTS)
-            carried = (owner == k) & (index < length)
-            row = layout.place(index, held, first).to(tl.int64)
-            g = _row_gradient(
-                normed_ptr, total_grad_ptr, total_ptr, rstd_ptr, normed_stride_r, total_grad_stride_r, total_stride_r,
-                row, carried & (index >= held), columns, inside, weight, WIDTH, ROWS, BLOCK, ACC,
-            )  # fmt: skip
+    if grad_ptr is not None:
+        grad_ptr += start * WIDTH
+        for k in range(lowest, highest + 1):
             if POOL:
-                felt = carried & pooled
-                g += tl.where(felt[:, None], share, 0)
-                if SLOTS > 1:
-                    # Rows at a border are in the next bin too, and in many where slots outnumber rows.
-                    for q in range(k + 1, tl.max(tl.where(felt, last, k), 0) + 1):
-                        other = _row_gradient(
-                            normed_ptr, total_grad_ptr, total_ptr, rstd_ptr, normed_stride_r, total_grad_stride_r,
-                            total_stride_r, (one + first + q).to(tl.int64), one < slots, columns, inside, weight,
-                            WIDTH, 1, BLOCK, ACC,
-                        ) / layout.bin_size(q, count, SLOTS, ACC)  # fmt: skip
-                        g += tl.where((felt & (last >= q))[:, None], other, 0)
-            tl.store(
-                grad_ptr + row[:, None] * WIDTH + columns[None, :],
-                g.to(grad_ptr.dtype.element_ty),
-                mask=carried[:, None] & inside[None, :],
-            )
+                share = _row_gradient(
+                    normed_ptr, total_grad_ptr, total_ptr, rstd_ptr, normed_stride_r, total_grad_stride_r,
+                    total_stride_r, (one + first + k).to(tl.int64), one < slots, columns, inside, weight,
+                    WIDTH, 1, BLOCK, ACC,
+                ) / layout.bin_size(k, count, SLOTS, ACC)  # fmt: skip
+            for i in range(chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, length), ROWS):
+                index = i + tl.arange(0, ROWS)
+                owner, last, pooled = layout.row_bins(
+                    index, lowest, count, start, length, held, first, before_ptr, SLOTS
+                )
+                carried = (owner == k) & (index < length)
+                row = layout.place(index, held, first).to(tl.int64)
+                g = _row_gradient(
+                    normed_ptr, total_grad_ptr, total_ptr, rstd_ptr, normed_stride_r, total_grad_stride_r,
+                    total_stride_r, row, carried & (index >= held), columns, inside, weight, WIDTH, ROWS, BLOCK, ACC,
+                )  # fmt: skip
+                if POOL:
+                    felt = carried & pooled
+                    g += tl.where(felt[:, None], share, 0)
+                    if SLOTS > 1:
+                        # Rows at a border are in the next bin too, and in many where slots outnumber rows.
+                        for q in range(k + 1, tl.max(tl.where(felt, last, k), 0) + 1):
+                            other = _row_gradient(
+                                normed_ptr, total_grad_ptr, total_ptr, rstd_ptr, normed_stride_r, total_grad_stride_r,
+                                total_stride_r, (one + first + q).to(tl.int64), one < slots, columns, inside, weight,
+                                WIDTH, 1, BLOCK, ACC,
+                            ) / layout.bin_size(q, count, SLOTS, ACC)  # fmt: skip
+                            g += tl.where((felt & (last >= q))[:, None], other, 0)
+                tl.store(
+                    grad_ptr + row[:, None] * WIDTH + columns[None, :],
+                    g.to(grad_ptr.dtype.element_ty),
+                    mask=carried[:, None] & inside[None, :],
+                )
 
 
 def _tiles(width: int) -> tuple[int, int, int]:
@@ -218,8 +222,8 @@ def add_rms_norm(
     normed = residual.new_empty(residual.shape)
     total = residual.new_empty(residual.shape) if branch is not None or prompt is not None else None
     rstd = residual.new_empty(residual.shape[:-1], dtype=acc)
-    rows, weight = layout.as_rows(residual), weight.contiguous()
-    added = None if branch is None else layout.as_rows(branch)
+    rows, added = layout.joined(cu_seqlens is None and prompt is None, residual, branch)
+    weight = weight.contiguous()
     slots, pool = (0, False) if prompt is None else (prompt.shape[1], pool)
 
     batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
@@ -255,23 +259,26 @@ def add_rms_norm_backward(
     cu_seqlens: Tensor | None,
     lead: int,
     pool: bool,
+    need_rows: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the sum's two terms, which are one and the same, and of the slots ``[B, K, D]``."""
+    """Gradients of the sum's two terms, one and the same (empty unless ``need_rows``), and the slots' ``[B, K, D]``."""
     width, device = total.shape[-1], total.device
     if width > wide_rms_norm.WIDEST_IN_REGISTERS:
         return wide_rms_norm.backward(
-            grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool
+            grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool, need_rows
         )
-    grad = total.new_empty(total.shape)
+    grad = total.new_empty(total.shape) if need_rows else None
     batch = total.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     grad_slots = total.new_empty(batch, slots, width, dtype=accumulator_dtype(total.dtype))
-    pool = pool and slots > 0
+    pool = pool and slots > 0 and need_rows
 
-    rows = layout.as_rows(total)
-    grads = [None if g is None else layout.as_rows(g) for g in (grad_normed, grad_total)]
+    rows, *grads = layout.joined(cu_seqlens is None and not slots, total, grad_normed, grad_total)
     strides = [stride for g in grads for stride in ((0, 0) if g is None else g.stride()[:2])]
     batch = rows.shape[0] if cu_seqlens is None else batch
-    plan = layout.plan(batch, rows.shape[1], pooled if pool else None, cu_seqlens, lead, device, slots=slots)
+    plan = layout.plan(
+        batch, rows.shape[1], pooled if pool else None, cu_seqlens, lead, device,
+        slots=slots, only_slots=not need_rows,
+    )  # fmt: skip
     block, tile_rows, warps = _tiles(width)
     with torch.accelerator.device_index(device.index):
         if plan.programs:
@@ -280,4 +287,4 @@ def add_rms_norm_backward(
                 WIDTH=width, SLOTS=slots, POOL=pool, CHUNK=plan.chunk, ROWS=tile_rows, BLOCK=block,
                 ACC=layout.accumulator(total.dtype), **layout.launch_options(warps, device),
             )  # fmt: skip
-    return grad, grad_slots
+    return (total.new_empty(0) if grad is None else grad), grad_slots

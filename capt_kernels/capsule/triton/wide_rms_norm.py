@@ -91,7 +91,7 @@ def forward(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, poo
 
 
 def backward(
-    grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool
+    grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool, need_rows
 ) -> tuple[Tensor, Tensor]:
     """As :func:`.add_rms_norm.add_rms_norm_backward`."""
     grad = grad_total
@@ -107,7 +107,7 @@ def backward(
                     **launch_options(8, total.device),
                 )  # fmt: skip
     if slots:
-        return capsule_refresh_backward(grad, slots, pooled, cu_seqlens, lead, pool, True)
+        return capsule_refresh_backward(grad, slots, pooled, cu_seqlens, lead, pool, need_rows)
     batch = total.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     grad_slots = total.new_empty(batch, 0, total.shape[-1], dtype=accumulator_dtype(total.dtype))
     return grad.clone() if grad is grad_total else grad, grad_slots
