@@ -2,7 +2,8 @@
 
 A backend is a way of computing an op: ``reference`` (plain torch, everywhere), ``cpu`` (the C++ extension),
 ``triton`` (GPU, or CPU tensors under ``TRITON_INTERPRET=1``) and, for attention alone, ``flash_attn``.
-Nothing here imports a backend that is not asked for, so ``import capt_kernels`` works with no GPU, no triton and no compiler.
+Nothing here imports a backend that is not asked for, so ``import capt_kernels`` works with no GPU, no triton and no
+compiler.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ def _triton_status() -> BackendStatus:
     if interpreted():
         return BackendStatus(True, "triton's interpreter (TRITON_INTERPRET=1), CPU tensors")
     if not has_gpu():
-        return BackendStatus(False, "no GPU is visible to torch; TRITON_INTERPRET=1 runs the kernels on CPU tensors, slowly")
+        return BackendStatus(
+            False, "no GPU is visible to torch; TRITON_INTERPRET=1 runs the kernels on CPU tensors, slowly"
+        )
     return BackendStatus(True, "triton on a GPU")
 
 

@@ -38,8 +38,9 @@ _LIBRARY.define(
     " Tensor? cu_seqlens, int lead, bool pool) -> (Tensor normed, Tensor total, Tensor rstd)"
 )
 _LIBRARY.define(
-    "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_total, Tensor total, Tensor weight, Tensor rstd, int slots,"
-    " Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool, bool need_rows) -> (Tensor grad_rows, Tensor grad_slots)"
+    "add_rms_norm_backward(Tensor? grad_normed, Tensor? grad_total, Tensor total, Tensor weight, Tensor rstd,"
+    " int slots, Tensor? pooled, Tensor? cu_seqlens, int lead, bool pool, bool need_rows)"
+    " -> (Tensor grad_rows, Tensor grad_slots)"
 )
 
 # The transpose of the rotation is its backward, so one op serves both; a tensor that is None comes back empty.
@@ -54,7 +55,8 @@ _LIBRARY.define(
 # Each is the other's backward. hidden [B, T, ...] and rows [N, ...] of any dtype; indices [N] rise strictly within B*T.
 _LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
 _LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
-# q [R, H, d], k and v [Rk, Hkv, d], whose offsets are q's where cu_seqlens_k is None; bias_table [H, 2*Tmax-1]; lse is the base-2 log-sum-exp [H, R], fp32.
+# q [R, H, d], k and v [Rk, Hkv, d], whose offsets are q's where cu_seqlens_k is None; bias_table [H, 2*Tmax-1]; lse is
+# the base-2 log-sum-exp [H, R], fp32.
 _LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, bool causal, float scale,"
     " Tensor? bias_table, SymInt? window) -> (Tensor out, Tensor lse)"
@@ -113,7 +115,8 @@ def _(grad, slots, pooled, cu_seqlens, lead, pool, need_hidden):
 def _(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool):
     # Without a branch and a prompt the sum is the residual itself, and none is written.
     total = residual.new_empty(residual.shape if branch is not None or prompt is not None else 0)
-    return residual.new_empty(residual.shape), total, residual.new_empty(residual.shape[:-1], dtype=accumulator(residual.dtype))
+    rstd = residual.new_empty(residual.shape[:-1], dtype=accumulator(residual.dtype))
+    return residual.new_empty(residual.shape), total, rstd
 
 
 @torch.library.register_fake("capt_kernels::add_rms_norm_backward")

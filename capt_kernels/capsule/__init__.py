@@ -209,6 +209,7 @@ def add_rms_norm(
             raise ValueError(f"branch must have residual's dtype {residual.dtype}, got {branch.dtype}")
     if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 <= eps < math.inf:
         raise ValueError(f"eps must be a non-negative finite number, got {eps!r}")
+    place: tuple = (None, None, None, 0, True)
     if prompt is not None:
         place = _prompt_and_place("residual", residual, prompt, mask, cu_seqlens, pool_mask, lead, pool, held=True)
     else:
@@ -219,7 +220,6 @@ def add_rms_norm(
             raise ValueError(
                 f"{given[0]} tells where a prompt's slots are or what enters them, got it without a prompt"
             )
-        place = (None, None, None, 0, True)
     return _run(backend, "add_rms_norm", residual.device, branch, residual, weight, float(eps), *place)
 
 

@@ -100,9 +100,9 @@ def truth(op, tensors, options, where):
     return ([oracle.rms_norm(done, leaves["weight"]), done] if op == "add_rms_norm" else [done]), leaves
 
 
-def gradients(outputs, incoming, leaves):
+def gradients(outputs, incoming, leaves, again=False):
     wanted = {k: v for k, v in leaves.items() if v is not None}
-    got = torch.autograd.grad(outputs, list(wanted.values()), incoming, allow_unused=True)
+    got = torch.autograd.grad(outputs, list(wanted.values()), incoming, allow_unused=True, retain_graph=again)
     return {k: torch.zeros_like(v) if g is None else g for (k, v), g in zip(wanted.items(), got, strict=True)}
 
 

@@ -130,7 +130,7 @@ def backward_kernel(
     WIDTH: tl.constexpr, SLOTS: tl.constexpr, POOL: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """The slots' gradients and, unless ``grad_ptr`` is None, those of a chunk's rows, over which the slots' are spread."""
+    """The slots' gradients and, unless ``grad_ptr`` is None, a chunk's rows', over which the slots' are spread."""
     program = tl.program_id(0)
     columns = tl.arange(0, BLOCK)
     inside = columns < WIDTH
@@ -222,7 +222,7 @@ def add_rms_norm(
     normed = residual.new_empty(residual.shape)
     total = residual.new_empty(residual.shape) if branch is not None or prompt is not None else None
     rstd = residual.new_empty(residual.shape[:-1], dtype=acc)
-    rows, added = layout.joined(cu_seqlens is None and prompt is None, residual, branch)
+    rows, (added,) = layout.joined(cu_seqlens is None and prompt is None, residual, branch)
     weight = weight.contiguous()
     slots, pool = (0, False) if prompt is None else (prompt.shape[1], pool)
 
@@ -272,7 +272,7 @@ def add_rms_norm_backward(
     grad_slots = total.new_empty(batch, slots, width, dtype=accumulator_dtype(total.dtype))
     pool = pool and slots > 0 and need_rows
 
-    rows, *grads = layout.joined(cu_seqlens is None and not slots, total, grad_normed, grad_total)
+    rows, grads = layout.joined(cu_seqlens is None and not slots, total, grad_normed, grad_total)
     strides = [stride for g in grads for stride in ((0, 0) if g is None else g.stride()[:2])]
     batch = rows.shape[0] if cu_seqlens is None else batch
     plan = layout.plan(

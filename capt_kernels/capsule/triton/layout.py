@@ -257,16 +257,15 @@ def as_rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
 
 
-def joined(any_order: bool, *tensors: Tensor | None) -> list[Tensor | None]:
-    """``as_rows`` of each; where ``any_order``, what lies behind one another in all of them as a single sequence.
+def joined(joins: bool, first: Tensor, *others: Tensor | None) -> tuple[Tensor, list[Tensor | None]]:
+    """``as_rows`` of each; where it ``joins``, sequences that lie behind one another in all of them as a single one.
 
     Without slots a row's sequence is nobody's concern, and heads ``[R, H, d]`` would be R sequences of H rows.
     """
-    rows = [None if tensor is None else as_rows(tensor) for tensor in tensors]
-    given = [tensor for tensor in rows if tensor is not None]
-    if any_order and all(t.stride(0) == t.shape[1] * t.stride(1) for t in given):
-        return [None if t is None else t.flatten(0, 1)[None] for t in rows]
-    return rows
+    first, rest = as_rows(first), [None if tensor is None else as_rows(tensor) for tensor in others]
+    if joins and all(t is None or t.stride(0) == t.shape[1] * t.stride(1) for t in (first, *rest)):
+        return first.flatten(0, 1)[None], [None if t is None else t.flatten(0, 1)[None] for t in rest]
+    return first, rest
 
 
 def launch_options(warps: int, device: torch.device) -> dict[str, int]:
