@@ -441,7 +441,7 @@ def test_bases_that_do_not_fit():
         get_capt_model(torch.nn.Linear(2, 2), CaptConfig())
     with pytest.raises(ValueError, match="CaptConfig, got dict"):
         get_capt_model(make_base("llama"), {})
-    with pytest.raises(ValueError, match="'SEQ_2_SEQ_LM' wants a base .* got LlamaForCausalLM"):
+    with pytest.raises(ValueError, match=r"'SEQ_2_SEQ_LM' wants a base .* got LlamaForCausalLM"):
         get_capt_model(make_base("llama"), CaptConfig(task_type="SEQ_2_SEQ_LM"))
     with pytest.raises(ValueError, match="wants label_words or a T5ForSequenceClassification, got T5ForCond"):
         get_capt_model(make_base("t5"), CaptConfig(task_type="SEQ_CLS"))
