@@ -96,7 +96,9 @@ def test_log_sum_exp_is_that_of_base_two():
     torch.testing.assert_close(lse, want)
 
 
-@pytest.mark.parametrize("extra", [{}, {"window": 9}, {"bias_table": torch.randn(4, 255)}], ids=str)
+@pytest.mark.parametrize(
+    "extra", [{}, {"window": 9}, {"bias_table": torch.randn(4, 255)}], ids=["plain", "window", "bias"]
+)
 def test_kept_for_the_backward(extra):
     """q, k, v, the output and one fp32 a head and row; offsets and the bias's table are the caller's."""
     q, k, v = (torch.randn(60, heads, 16, dtype=torch.float16, requires_grad=True) for heads in (4, 2, 2))
