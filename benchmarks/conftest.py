@@ -29,7 +29,8 @@ def device():
 
 
 def pytest_benchmark_update_machine_info(config, machine_info):
-    """Who measured: a number without its machine and versions says nothing."""
+    """Who measured: a number without its machine and versions says nothing; the machine's name says nothing either."""
+    machine_info.pop("node", None)
     machine_info["torch"] = torch.__version__
     machine_info["threads"] = torch.get_num_threads()
     machine_info["cpu_capability"] = torch.backends.cpu.get_cpu_capability()

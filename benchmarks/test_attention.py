@@ -20,6 +20,7 @@ from .lengths import lengths
 BATCH, HEAD = 16, 64
 #: Shape -> heads, kv heads, causal, T5 bias.
 SHAPES = {"Llama (9/3 heads, causal)": (9, 3, True, False), "T5 (12 heads, relative bias)": (12, 12, False, True)}
+SLOW = ("boolq", "multirc", "full 129", "full 257", "full 513")
 
 
 class Case:
@@ -89,10 +90,7 @@ class Case:
 @pytest.mark.parametrize("how", ["packed", "padded SDPA", "FlexAttention"])
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(
-    "task",
-    ["rte", pytest.param("boolq", marks=pytest.mark.slow_size), pytest.param("multirc", marks=pytest.mark.slow_size)],
-)
+@pytest.mark.parametrize("task", ["rte", *(pytest.param(t, marks=pytest.mark.slow_size) for t in SLOW)])
 def test_attention(benchmark, task, shape, direction, how, device):
     backward = direction != "forward"
     if how == "FlexAttention" and backward and device == "cpu":

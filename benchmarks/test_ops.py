@@ -167,5 +167,5 @@ def test_op(benchmark, name, width, direction, how, device):
     benchmark.group = f"{name}, D={width}, {direction}"
     benchmark.extra_info.update(op=name, width=width, direction=direction, how=how, floor_bytes=floor)
     call()
-    benchmark.pedantic(call, rounds=30, iterations=3, warmup_rounds=3)
+    benchmark.pedantic(call, rounds=12, iterations=2, warmup_rounds=2)
     benchmark.extra_info["gigabytes_per_second"] = launches * floor / benchmark.stats.stats.median / 1e9
