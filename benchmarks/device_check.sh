@@ -29,9 +29,9 @@ with open(f"{sys.argv[1]}/device.json", "w") as file:
     json.dump(facts, file, indent=2)
 PY
 
-timeout 150 "$python" -m pytest tests/capt_kernels -q --maxfail=20 -k "triton or large" -p no:cacheprovider --junitxml="$out/tests.xml"
+timeout 110 "$python" -m pytest tests/capt_kernels -q --maxfail=20 -k "triton or large" -p no:cacheprovider --junitxml="$out/tests.xml"
 tests=$?
-timeout 140 "$python" -m pytest benchmarks/test_ops.py benchmarks/test_attention.py --benchmark-only -q -p no:cacheprovider --benchmark-json="$out/ops.json"
+timeout 170 "$python" -m pytest benchmarks/test_ops.py benchmarks/test_attention.py --benchmark-only -q -p no:cacheprovider --benchmark-json="$out/ops.json"
 benchmarks=$?
 echo "tests: exit $tests; benchmarks: exit $benchmarks; results in $out"
 exit $((tests || benchmarks))
