@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
@@ -29,17 +29,23 @@ from .training.report import versions
 from .training.run import Rows, evaluate_rows, load_base, word_ids
 from .training.trainer import CaptTrainer
 
-#: Row of the table -> its capsule. None is the base as it is.
-METHODS: dict[str, CaptConfig | None] = {
-    "bare model": None,
-    "Deep PT-1 (no mean)": CaptConfig(instance=False),
-    "mean alone": CaptConfig(task=False),
-    "CaPT, paper": CaptConfig(),
-    "CaPT, lead=1, first_mean=False": CaptConfig(lead=1, first_mean=False),
+
+class Method(NamedTuple):
+    """A capsule (None: the base as it is), and the learning rate that did best for it on validation rows."""
+
+    capsule: CaptConfig | None = None
+    learning_rate: float | None = None
+
+
+METHODS = {
+    "bare model": Method(),
+    "Deep PT-1 (no mean)": Method(CaptConfig(instance=False), 1e-3),
+    "mean alone": Method(CaptConfig(task=False)),
+    "CaPT, paper": Method(CaptConfig(), 1e-2),
+    "CaPT, lead=1, first_mean=False": Method(CaptConfig(lead=1, first_mean=False), 1e-2),
 }
 
 _SETTINGS = {
-    "learning_rate": 3e-3,
     "warmup_steps": 10,
     "max_steps": 60,
     "batch_size": 16,
@@ -89,10 +95,10 @@ class Demo:
         """Measures every row, writes ``results.json`` into ``folder``, and returns the table."""
         started = time.perf_counter()
         rows = []
-        for name, capsule in METHODS.items():
+        for name, method in METHODS.items():
             print(f"capt: {name}", file=sys.stderr)
-            rows.append({"method": name, **self._measure(capsule)})
-        config, settings = self.config, ("learning_rate", "warmup_steps", "max_steps", "batch_size", "max_grad_norm")
+            rows.append({"method": name, "learning_rate": method.learning_rate, **self._measure(*method)})
+        config, settings = self.config, ("warmup_steps", "max_steps", "batch_size", "max_grad_norm")
         write_json(
             folder / "results.json",
             {
@@ -113,7 +119,7 @@ class Demo:
         )
         return f"{title}\n{_table(rows)}"
 
-    def _measure(self, capsule: CaptConfig | None) -> dict[str, Any]:
+    def _measure(self, capsule: CaptConfig | None, learning_rate: float | None) -> dict[str, Any]:
         # A zero vector is no no-op, since a slot is attended to: the bare model is the base with no slot at all.
         config = dataclasses.replace(capsule or CaptConfig(), task_type="SEQ_CLS", label_words=self.words)
         model = get_capt_model(self.base, config)
@@ -123,20 +129,21 @@ class Demo:
             before = self._accuracy(model)
         trainable = 0 if capsule is None else model.get_nb_trainable_parameters()[0]
         row = {"trainable": trainable, "accuracy_before": before}
-        if not trainable:
+        if not trainable or learning_rate is None:
             return row | dict.fromkeys(("accuracy_after", "seconds", "kept_bytes"))
         padded = DataCollatorWithPadding(self.tokenizer)(self.train_rows[: self.config.batch_size])
         batch = {name: tensor.to(model.device) for name, tensor in padded.items()}
         kept = bytes_kept(model.train(), lambda: model(**batch).loss)
-        seconds = self._fit(model)
+        seconds = self._fit(model, learning_rate)
         return row | {"accuracy_after": self._accuracy(model), "seconds": seconds, "kept_bytes": kept}
 
     def _accuracy(self, model: CaptModel) -> float:
         return evaluate_rows(model, self.tokenizer, self.test_rows, self.config.batch_size)["accuracy"]
 
-    def _fit(self, model: CaptModel) -> float:
+    def _fit(self, model: CaptModel, learning_rate: float) -> float:
+        config = dataclasses.replace(self.config, learning_rate=learning_rate)
         with tempfile.TemporaryDirectory() as folder:
-            trainer = CaptTrainer(model, self.tokenizer, self.config, Path(folder), self.train_rows)
+            trainer = CaptTrainer(model, self.tokenizer, config, Path(folder), self.train_rows)
             started = time.perf_counter()
             trainer.train()
             return round(time.perf_counter() - started, 1)
@@ -146,6 +153,7 @@ def _table(rows: Sequence[dict[str, Any]]) -> str:
     columns = {
         "method": lambda row: row["method"],
         "trained": lambda row: f"{row['trainable']:,}",
+        "lr": lambda row: "-" if row["learning_rate"] is None else f"{row['learning_rate']:g}",
         "accuracy before": lambda row: f"{row['accuracy_before']:.3f}",
         "after": lambda row: "-" if row["accuracy_after"] is None else f"{row['accuracy_after']:.3f}",
         "seconds": lambda row: "-" if row["seconds"] is None else f"{row['seconds']:.1f}",
