@@ -1,4 +1,6 @@
-"""Attention through torch's scaled_dot_product_attention, a sequence at a time, without a T x T tensor.
+"""Attention through torch's scaled_dot_product_attention, a sequence (or neighbours of one length) at a time.
+
+There is no T x T tensor.
 
 What a query adds to a score or may not see depends on the distance ``j - i`` alone, so bias, causality and window are
 one table of diagonals, -inf where nothing is seen. With the queries in reverse order, row i' of the mask is that table
@@ -8,6 +10,8 @@ Arguments are those of :mod:`.reference`.
 """
 
 from __future__ import annotations
+
+import itertools
 
 import torch
 import torch.nn.functional as F
@@ -33,8 +37,8 @@ def _diagonals(q: Tensor, longest: int, causal: bool, bias_table: Tensor | None,
 
 
 def _heads_first(rows: Tensor) -> Tensor:
-    """``[1, H, n, d]``; the flash kernels want the elements of a head side by side."""
-    return (rows if rows.stride(-1) == 1 else rows.contiguous()).transpose(0, 1)[None]
+    """``[g, n, H, d] -> [g, H, n, d]``; the flash kernels want the elements of a head side by side."""
+    return (rows if rows.stride(-1) == 1 else rows.contiguous()).transpose(1, 2)
 
 
 def _nothing(rows: Tensor) -> Tensor:
@@ -57,35 +61,38 @@ def attention(
     longest = max([*queries, *keys, 1])
     table = _diagonals(q, longest, causal, bias_table, window)
     grouped = q.shape[1] != k.shape[1]
-    *q_rows, q_rest = q.split([*queries, q.shape[0] - sum(queries)])
-    *k_rows, _ = k.split([*keys, k.shape[0] - sum(keys)])
-    *v_rows, _ = v.split([*keys, v.shape[0] - sum(keys)])
+    # Neighbours of one length go through in one call.
+    groups = [(n, m, len(list(same))) for (n, m), same in itertools.groupby(zip(queries, keys, strict=True))]
+    *q_rows, q_rest = q.split([*(n * g for n, _, g in groups), q.shape[0] - sum(queries)])
+    *k_rows, _ = k.split([*(m * g for _, m, g in groups), k.shape[0] - sum(keys)])
+    *v_rows, _ = v.split([*(m * g for _, m, g in groups), v.shape[0] - sum(keys)])
 
-    out = []
-    for rows, key, value in zip(q_rows, k_rows, v_rows, strict=True):
-        m = key.shape[0]
+    out: list[Tensor] = []
+    for (n, m, g), rows, key, value in zip(groups, q_rows, k_rows, v_rows, strict=True):
         # Queries before the first key see nothing, and a softmax over nothing is NaN.
-        blind = max(rows.shape[0] - m, 0) if causal or m == 0 else 0
-        if blind:
-            out.append(_nothing(rows[:blind]))
-            rows = rows[blind:]
-        n = rows.shape[0]
-        if n == 0:
-            continue
-        whole = bias_table is None and (window is None or window >= m)
-        key, value = _heads_first(key), _heads_first(value)
-        if whole and (not causal or n == m or n == 1):
-            attended = F.scaled_dot_product_attention(
-                _heads_first(rows), key, value, is_causal=causal and n == m, scale=scale, enable_gqa=grouped
-            )[0].transpose(0, 1)
-        else:
-            mask = table[:, longest - m : longest + n - 1].unfold(1, m, 1)
-            attended = (
-                F.scaled_dot_product_attention(
-                    _heads_first(rows.flip(0)), key, value, attn_mask=mask[None], scale=scale, enable_gqa=grouped
-                )[0]
-                .transpose(0, 1)
-                .flip(0)
-            )
-        out.append(attended)
-    return torch.cat([*out, _nothing(q_rest)])
+        blind = max(n - m, 0) if causal or m == 0 else 0
+        rows = rows.unflatten(0, (g, n))
+        parts = [_nothing(rows[:, :blind])] if blind else []
+        n -= blind
+        if n:
+            key, value = (_heads_first(x.unflatten(0, (g, m))) for x in (key, value))
+            rows = rows[:, blind:]
+            whole = bias_table is None and (window is None or window >= m)
+            if whole and (not causal or n == m or n == 1):
+                attended = F.scaled_dot_product_attention(
+                    _heads_first(rows), key, value, is_causal=causal and n == m, scale=scale, enable_gqa=grouped
+                ).transpose(1, 2)
+            else:
+                mask = table[:, longest - m : longest + n - 1].unfold(1, m, 1)
+                attended = (
+                    F.scaled_dot_product_attention(
+                        _heads_first(rows.flip(1)), key, value, attn_mask=mask[None], scale=scale, enable_gqa=grouped
+                    )
+                    .transpose(1, 2)
+                    .flip(1)
+                )
+            parts.append(attended)
+        out.extend(part.flatten(0, 1) for part in (parts if len(parts) < 2 else [torch.cat(parts, 1)]))
+    if q_rest.shape[0] or not out:
+        out.append(_nothing(q_rest))
+    return out[0] if len(out) == 1 else torch.cat(out)
