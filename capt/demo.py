@@ -31,7 +31,7 @@ from .training.trainer import CaptTrainer
 
 
 class Method(NamedTuple):
-    """A capsule (None: the base as it is), and the learning rate that did best for it on validation rows."""
+    """A capsule (None: the base as it is), and its learning rate. The README lists the runs behind each rate."""
 
     capsule: CaptConfig | None = None
     learning_rate: float | None = None
