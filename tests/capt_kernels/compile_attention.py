@@ -7,6 +7,7 @@ As :mod:`compile_kernels`, whose recorder it uses: real launches, with the block
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 
@@ -38,13 +39,7 @@ def launches(head: int, dtype: torch.dtype, biased: bool):
 def main(target: str) -> None:
     blocks.architecture = lambda kind, index: target
     inspect = inspect_amd if TARGETS[target].backend == "hip" else inspect_nvidia
-    for head, dtype, biased in (
-        (64, torch.bfloat16, False),
-        (64, torch.bfloat16, True),
-        (128, torch.bfloat16, False),
-        (128, torch.bfloat16, True),
-        (64, torch.float32, False),
-    ):
+    for head, dtype, biased in itertools.product((64, 128), (torch.bfloat16, torch.float32), (False, True)):
         for kernel, arguments, options in launches(head, dtype, biased):
             compiled = triton.compile(source(kernel, arguments), target=TARGETS[target], options=options)
             name = f"{kernel.__name__} {head} {dtype}{' with a bias' if biased else ''}"

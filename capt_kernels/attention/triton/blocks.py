@@ -76,11 +76,19 @@ _HALF = {
         "keys+": _row((64, 64, 4, 1), (32, 64, 4, 1), (16, 32, 4, 1)),
     },
 }
-#: fp32 is multiplied without tensor cores, each thread with whole rows of its operands in registers.
+#: fp32 is multiplied without tensor cores, each thread with whole rows of its operands in registers: at head size 128
+#: only many warps (of 32 threads, or of 64 on AMD) or few rows leave room for them.
 _SINGLE = {
-    "forward": _row((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
-    "queries": _row((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1)),
-    "keys": _row((32, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+    "sm": {
+        "forward": _row((64, 32, 8, 1), (32, 32, 8, 1), (16, 16, 8, 1)),
+        "queries": _row((32, 32, 8, 1), (32, 32, 16, 1), (16, 16, 8, 1)),
+        "keys": _row((32, 32, 8, 1), (16, 32, 8, 1), (16, 16, 8, 1)),
+    },
+    "gfx": {
+        "forward": _row((64, 32, 4, 1), (32, 16, 8, 1), (16, 16, 4, 1)),
+        "queries": _row((32, 32, 4, 1), (16, 16, 8, 1), (16, 16, 4, 1)),
+        "keys": _row((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
+    },
 }
 #: Small, so that a test of some hundred rows has several; what a step costs in the interpreter is its Python.
 _INTERPRETER = {"forward": Blocks(32, 64, 4, 1), "queries": Blocks(32, 64, 4, 1), "keys": Blocks(64, 32, 4, 1)}
@@ -116,5 +124,4 @@ def blocks_for(kernel: str, q: Tensor, biased: bool) -> Blocks:
     size = 0 if q.shape[-1] <= 64 else 1 if q.shape[-1] <= 128 else 2
     if q.dtype != torch.float32:
         return _table(name)[kernel + "+" * biased][size]
-    blocks = _SINGLE[kernel][size]
-    return blocks if name.startswith("sm_") else blocks._replace(warps=blocks.warps // 2)  # of 64 threads, not of 32
+    return _SINGLE["sm" if name.startswith("sm_") else "gfx"][kernel][size]
