@@ -1,7 +1,7 @@
 """Which backends this machine has, and which one a call takes.
 
 A backend is a way of computing an op: ``reference`` (plain torch, everywhere), ``cpu`` (the C++ extension),
-``triton`` (GPU, or CPU tensors under ``TRITON_INTERPRET=1``) and, for attention alone, ``flash_attn``.
+``triton`` (GPU, or CPU tensors under ``TRITON_INTERPRET=1``) and, for attention alone, ``flash_attn`` and ``sdpa``.
 Nothing here imports a backend that is not asked for, so ``import capt_kernels`` works with no GPU, no triton and no
 compiler.
 """
@@ -22,7 +22,7 @@ from .library import EXTENSION_ERROR
 
 _Function = TypeVar("_Function", bound=Callable)
 
-#: What a user can name; attention has "flash_attn" besides.
+#: What a user can name; attention has "flash_attn" and "sdpa" besides.
 NAMES = ("reference", "cpu", "triton")
 #: torch device types that the Triton kernels run on (ROCm calls itself "cuda").
 _GPU_DEVICES = ("cuda", "xpu")
@@ -91,6 +91,7 @@ def backends() -> dict[str, BackendStatus]:
         "cpu": _cpu_status(),
         "triton": _triton_status(),
         "flash_attn": _flash_attn_status(),
+        "sdpa": BackendStatus(True, "torch's scaled_dot_product_attention, any device"),
     }
 
 

@@ -56,7 +56,7 @@ _LIBRARY.define(
 _LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
 _LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
 # q [R, H, d], k and v [Rk, Hkv, d], whose offsets are q's where cu_seqlens_k is None; bias_table [H, 2*Tmax-1]; lse is
-# the base-2 log-sum-exp [H, R], fp32.
+# the base-2 log-sum-exp [H, R], fp32 (fp64 for fp64 input).
 _LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, bool causal, float scale,"
     " Tensor? bias_table, SymInt? window) -> (Tensor out, Tensor lse)"
@@ -152,7 +152,7 @@ def _(rows, indices, batch, length):
 
 @torch.library.register_fake("capt_kernels::attention_forward")
 def _(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window):
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator(q.dtype))
 
 
 @torch.library.register_fake("capt_kernels::attention_backward")

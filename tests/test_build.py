@@ -115,6 +115,7 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         offsets = torch.tensor([0, 70, 70, 75, 140], dtype=torch.int32)
         branch, residual, prompt, weight = leaf(143, width), leaf(143, width), leaf(2, width), leaf(width)
         q, k, cos, sin = leaf(143, 3, 96), leaf(143, 1, 96), leaf(143, 96).detach(), leaf(143, 96).detach()
+        v, bias = leaf(143, 1, 96), leaf(3, 139).detach()
         where = dict(cu_seqlens=offsets, pool_mask=torch.rand(143) < 0.7, lead=1, backend="cpu")
         outputs = [
             *capt_kernels.add_rms_norm(branch, residual, weight, 1e-5, prompt=prompt, **where),
@@ -123,9 +124,13 @@ for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             *capt_kernels.apply_rotary(q, k, cos, sin, backend="cpu"),
             *[capt_kernels.gated_activation(branch, residual, kind, backend="cpu")
               for kind in ("silu", "gelu", "gelu_tanh", "relu")],
+            capt_kernels.capsule_attention(q, k, v, cu_seqlens=offsets, causal=True, scale=0.1, backend="cpu"),
+            capt_kernels.capsule_attention(q, k, v, cu_seqlens=offsets, causal=False, scale=0.1, bias_table=bias,
+                                           backend="cpu"),
         ]
         grads = torch.autograd.grad(
-            [(x.double() * torch.arange(x.shape[-1])).sum() for x in outputs], [branch, residual, prompt, weight, q, k]
+            [(x.double() * torch.arange(x.shape[-1])).sum() for x in outputs],
+            [branch, residual, prompt, weight, q, k, v],
         )
         results[str(dtype), width] = [x.detach() for x in (*outputs, *grads)]
 torch.save((torch.ops.capt_kernels.cpu_capability(), results), sys.argv[1])

@@ -14,7 +14,7 @@ from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_s
 from . import flash_attn, fused, reference, sdpa
 from .t5_bias import t5_bias_table
 
-_BACKENDS = ("reference", "cpu", "triton", "flash_attn")
+_BACKENDS = ("reference", "cpu", "sdpa", "triton", "flash_attn")
 _WIDEST_HEAD = 256
 
 
@@ -87,23 +87,26 @@ def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None) -> str | None:
 def _choose(backend: str, q: Tensor, bias_table: Tensor | None) -> str:
     """The backend of a call; FlashAttention's own kernels are the fastest where they serve it."""
     if backend == "auto":
-        if resolve("auto", q.device) != "triton":
-            return "cpu"
+        fused = resolve("auto", q.device)
+        if fused != "triton":
+            return "cpu" if fused == "cpu" else "sdpa"
         # Its lengths are read on the host, which would break torch.compile's graph.
         flash = q.device.type == "cuda" and not torch.compiler.is_compiling()
         if flash and not _obstacle("flash_attn", q, bias_table) and backends()["flash_attn"].available:
             return "flash_attn"
-        return "cpu" if _obstacle("triton", q, bias_table) else "triton"
+        return "sdpa" if _obstacle("triton", q, bias_table) else "triton"
+    if backend in ("reference", "sdpa"):
+        return backend
+    if backend == "cpu":
+        return resolve(backend, q.device)
     if backend == "triton":
         resolve(backend, q.device)
-    elif backend == "flash_attn":
+    else:
         status = backends()[backend]
         if not status.available:
             raise ImportError(f"backend 'flash_attn' is not available: {status.reason}")
         if q.device.type != "cuda":
             raise ValueError(f"backend 'flash_attn' serves tensors on cuda, got a tensor on {q.device}")
-    else:
-        return backend
     obstacle = _obstacle(backend, q, bias_table)
     if obstacle is not None:
         raise ValueError(f"backend {backend!r} {obstacle}")
@@ -124,15 +127,16 @@ def _run(
 ) -> Tensor:
     """A packed call that has been checked, but for the reach of its bias; the offsets of k are q's where None."""
     name = _choose(backend, q, bias_table)
-    # A fused call on a GPU leaves the lengths there, as reading them would stall the stream.
-    if name in ("reference", "cpu") or q.device.type == "cpu":
+    # A fused call on a GPU leaves the lengths there, as reading them would stall the stream; nor has a trace any.
+    looked_at = bias_table is not None and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    if name in ("reference", "sdpa") or looked_at:
         queries = cu_seqlens.diff().tolist()
         keys = queries if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
         if bias_table is not None:
             _check_reach(bias_table, max([*queries, *keys], default=0))
         if name == "reference":
             return reference.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
-        if name == "cpu":
+        if name == "sdpa":
             return sdpa.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
     if name == "flash_attn":
         return flash_attn.attention(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, window)
@@ -160,7 +164,7 @@ def capsule_attention(
     Scores, bias and softmax are in fp32 (fp64 for fp64 input). Grouped heads: query head h reads key head
     ``h // (H / Hkv)``. With m keys against n queries, query i stands at key position ``i + m - n``: the last query is
     aligned to the last key, and causality, window and bias are counted from there. A query that sees no key gives 0.
-    All but "triton" on a GPU read the lengths on the host, where ``torch.compile`` breaks the graph.
+    "reference", "sdpa" and "flash_attn" read the lengths on the host, where ``torch.compile`` breaks the graph.
 
     Args:
         q: ``[R, H, d]`` packed, or ``[B, T, H, d]`` padded. fp32, fp16, bf16 or fp64.
@@ -177,9 +181,9 @@ def capsule_attention(
             head h (see :func:`t5_bias_table`). Frozen: no gradient is computed for it. "triton" on a GPU does not look
             at the lengths: there a sequence longer than Tmax gives NaN and no error.
         window: W: a query at i sees the keys ``i - W < j <= i`` of a causal call.
-        backend: "auto", "reference", "cpu", which is torch's scaled_dot_product_attention a sequence at a time and
-            serves every device, "triton" (head sizes up to 256, no fp64), or "flash_attn" (the flash-attn package, or
-            torch's own build of it; fp16 and bf16, no bias).
+        backend: "auto", "reference", "cpu", "sdpa" (torch's scaled_dot_product_attention a sequence at a time, any
+            device), "triton" (head sizes up to 256, no fp64), or "flash_attn" (the flash-attn package, or torch's own
+            build of it; fp16 and bf16, no bias).
 
     Returns:
         The shape and dtype of q; 0 in padding.

@@ -68,6 +68,13 @@ inline acc_t horizontal_sum(const Vector<acc_t>& value) {
   return at::vec::vec_reduce_all<acc_t>([](Register a, Register b) { return a + b; }, value[0] + value[1]);
 }
 
+template <typename acc_t>
+inline acc_t horizontal_maximum(const Vector<acc_t>& value) {
+  using Register = at::vec::Vectorized<acc_t>;
+  const auto higher = [](Register a, Register b) { return at::vec::maximum(a, b); };
+  return at::vec::vec_reduce_all<acc_t>(higher, higher(value[0], value[1]));
+}
+
 // Calls step(d, count) along a row.
 template <typename acc_t, typename Step>
 inline void along(int64_t width, Step&& step) {

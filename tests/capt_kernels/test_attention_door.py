@@ -10,9 +10,9 @@ import capt_kernels as ck
 from . import checks
 
 
-@pytest.fixture(params=["reference", "cpu", "triton"])
+@pytest.fixture(params=["reference", "cpu", "sdpa", "triton"])
 def backend(request):
-    """The first two run everywhere: "cpu" is torch's own attention. New tensors lie where the backend is tested."""
+    """All but "triton" run everywhere. New tensors lie where the backend is tested."""
     status = ck.backends()[request.param]
     if request.param == "triton" and not status.available:
         pytest.skip(f"triton: {status.reason}")

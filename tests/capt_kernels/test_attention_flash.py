@@ -123,8 +123,8 @@ def gpu(monkeypatch):
         ({}, True, "triton"),
         ({"dtype": torch.float32}, False, "triton"),
         ({"head": 20}, False, "triton"),
-        ({"dtype": torch.float64}, False, "cpu"),
-        ({"head": 320}, False, "cpu"),
+        ({"dtype": torch.float64}, False, "sdpa"),
+        ({"head": 320}, False, "sdpa"),
     ],
     ids=str,
 )
