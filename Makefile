@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 SOURCES := $(wildcard capt_kernels/csrc/*) CMakeLists.txt setup.py pyproject.toml constraints.txt
 
-.PHONY: setup demo test bench lint clean
+.PHONY: setup demo test test-transformers bench lint clean
 
 setup: $(STAMP)
 
@@ -23,6 +23,23 @@ demo: setup
 # Small tests: a worker a core beats two threads a test.
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests -n auto
+
+# The oldest and the newest transformers that work, each in a folder in front of the installed one.
+UNCONCERNED := assets cli compile config demo memory real_weights tasks training_config training_inference training_recipe
+OTHERS := 5.17.0 5.24.0
+build/transformers-5.17.0: NEEDS := huggingface_hub==1.33.0 httpx==0.28.1 httpcore==1.0.9
+build/transformers-%: | setup
+	rm -rf $@.part
+	$(BIN)/pip install --quiet --no-deps --target $@.part transformers==$* $(NEEDS)
+	mv $@.part $@
+
+# What runs a base or a Trainer, but for torch.compile, which is slow.
+test-transformers: $(OTHERS:%=build/transformers-%)
+	for version in $(OTHERS); do \
+		export OMP_NUM_THREADS=1 PYTHONPATH="$(CURDIR)/build/transformers-$$version"; \
+		$(BIN)/python -c "import transformers as t; assert t.__version__ == '$$version', t; print(t.__name__, '$$version')" && \
+		$(BIN)/pytest tests/capt -n auto -q $(patsubst %,--ignore=tests/capt/test_%.py,$(UNCONCERNED)) || exit 1; \
+	done
 
 bench: setup
 	$(BIN)/pytest benchmarks --benchmark-only

@@ -1,4 +1,4 @@
-"""``capt train | evaluate | predict | demo | backends``."""
+"""``capt train | evaluate | predict | demo | reproduce | attention | backends``."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from accelerate import PartialState
 from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
+from .analysis import command as analysis
+from .experiments import command as experiments
 from .staging import write_json
 from .tasks import Example, read_examples
 from .tasks.task import example
@@ -80,6 +83,12 @@ def _parser() -> _Parser:
         "--quick", action="store_true", help="a few steps on a few rows: tells that it works, not how well"
     )
 
+    reproduction = commands.add_parser("reproduce", help="run the paper's experiments", allow_abbrev=False)
+    experiments.add_arguments(reproduction)
+
+    attention = commands.add_parser("attention", help="measure what a model attends to", allow_abbrev=False)
+    analysis.add_arguments(attention)
+
     commands.add_parser("backends", help="which backends this machine has")
     return parser
 
@@ -116,6 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _after_interrupt(given: argparse.Namespace) -> str:
+    if given.command == "reproduce":
+        return "; finished cells are kept, and the same command goes on from them"
     if given.command != "train":
         return ""
     checkpoint = last_checkpoint(Path(given.output_dir))
@@ -127,6 +138,8 @@ def _train(given: argparse.Namespace) -> int:
     with _checking():
         training = prepare(TrainConfig(**fields), resume=given.resume, overwrite=given.overwrite)
     results = training.run()
+    if not PartialState().is_main_process:  # one of several that accelerate launched
+        return 0
     for split, metrics in results["metrics"].items():
         print(f"{split}\t" + "\t".join(f"{name} {_shown(value)}" for name, value in metrics.items()))
     print(f"adapter\t{results['parameters']['trainable']:,} trained parameters in {Path(given.output_dir) / 'adapter'}")
@@ -189,7 +202,9 @@ def _texts(given: argparse.Namespace, run: Run) -> tuple[list[Example], str]:
         lines, source = given.text, "--text"
     else:
         lines, source = sys.stdin.read().splitlines(), "stdin"
-    examples = [example({run.prompt.cut: line}, None, f"{source}, line {n}") for n, line in enumerate(lines, start=1)]
+    examples = [
+        example({run.prompt.fields[0]: line}, None, f"{source}, line {n}") for n, line in enumerate(lines, start=1)
+    ]
     if not examples:
         raise ValueError(f"{source} holds no text")
     return examples, source
@@ -213,6 +228,23 @@ def _demo(given: argparse.Namespace) -> int:
     return 0
 
 
+def _reproduce(given: argparse.Namespace) -> int:
+    with _checking():
+        runner = experiments.prepare(given)
+    whole = runner.run(given.minutes)
+    print(runner.write_table())
+    if not whole:
+        print(f"capt: {given.minutes:g} minutes are over; the same command goes on", file=sys.stderr)
+    return 0
+
+
+def _attention(given: argparse.Namespace) -> int:
+    with _checking():
+        measurement = analysis.prepare(given)
+    print(measurement.run())
+    return 0
+
+
 def _backends(_: argparse.Namespace) -> int:
     from capt_kernels import backends
 
@@ -225,4 +257,12 @@ def _shown(value: Any) -> str:
     return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
-_COMMANDS = {"train": _train, "evaluate": _evaluate, "predict": _predict, "demo": _demo, "backends": _backends}
+_COMMANDS = {
+    "train": _train,
+    "evaluate": _evaluate,
+    "predict": _predict,
+    "demo": _demo,
+    "reproduce": _reproduce,
+    "attention": _attention,
+    "backends": _backends,
+}

@@ -69,7 +69,7 @@ def generate(
 
 
 def _check(model: CaptModel, config: Any, mask: Tensor, options: dict[str, Any]) -> None:
-    if model.base.get_output_embeddings() is None:
+    if not model._backbone.is_causal or model.base.get_output_embeddings() is None:
         raise NotImplementedError(f"{type(model.base).__name__} has no language-model head to generate with")
     given, rest = _generation_config(model, options)
     for name, why in _UNSUPPORTED.items():

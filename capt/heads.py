@@ -8,9 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, ModelOutput, SequenceClassifierOutput
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from capt_kernels import unpack
 
@@ -25,14 +27,25 @@ def infer_task(base: PreTrainedModel, backbone: Backbone, config: CaptConfig) ->
 
     Raises:
         ValueError: the base cannot do the task that the config names.
+        NotImplementedError: a head of the base's own that no task here is for.
     """
+    name = type(base).__name__
     generative = base.get_output_embeddings() is not None
     classifier = own_head(base) is not None
     language = "SEQ_2_SEQ_LM" if backbone.is_encoder_decoder else "CAUSAL_LM"
     task = config.task_type
+    fills_masks = generative and not (backbone.is_causal or backbone.is_encoder_decoder)
+    if fills_masks and (task in (None, language) or config.label_words is not None):
+        raise NotImplementedError(
+            f"{name}'s language-model head fills masks, and no task here has any; task_type 'SEQ_CLS' without "
+            f"label_words, or 'FEATURE_EXTRACTION', leaves it out"
+        )
     if task is None:
+        if not (classifier or generative or base.base_model is base):
+            raise NotImplementedError(
+                f"no task here is for the head of {name}; task_type 'SEQ_CLS' or 'FEATURE_EXTRACTION' leaves it out"
+            )
         task = "SEQ_CLS" if classifier or config.label_words else language if generative else "FEATURE_EXTRACTION"
-    name = type(base).__name__
     if task in ("CAUSAL_LM", "SEQ_2_SEQ_LM") and (task != language or not generative):
         raise ValueError(f"task_type {task!r} wants a base with such a language-model head, got {name}")
     if task == "SEQ_CLS" and config.label_words is not None:
@@ -52,16 +65,28 @@ def infer_task(base: PreTrainedModel, backbone: Backbone, config: CaptConfig) ->
 
 def own_head(base: PreTrainedModel) -> nn.Module | None:
     """The classification head that ``base`` brings along, if any."""
-    score = getattr(base, "score", None)
-    return getattr(base, "classification_head", None) if score is None else score
+    # By its class, since a base that labels every token has a `score` or `classifier` too.
+    kind: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(base.config), ())
+    if not isinstance(base, kind):
+        return None
+    return next(getattr(base, name) for name in ("score", "classification_head", "classifier") if hasattr(base, name))
 
 
 def make_head(base: PreTrainedModel, backbone: Backbone, task: str, config: CaptConfig) -> nn.Module | None:
-    """A trainable fp32 head for classification without label words: a copy of the base's own, or a linear one."""
+    """A trainable fp32 head for classification without label words: a copy of the base's own, or a linear one.
+
+    Raises:
+        ValueError: the base's own head has no values to copy yet, or not all of them here.
+    """
     if task != "SEQ_CLS" or config.label_words is not None:
         return None
     own = own_head(base)
     if own is not None:
+        if any(p.is_meta or isinstance(p, DTensor) for p in own.parameters()):
+            raise ValueError(
+                "base must hold its whole classification head when it is wrapped, since the adapter trains a copy of "
+                "it; got one on the meta device or sharded over processes"
+            )
         return copy.deepcopy(own).float().requires_grad_(True)
     head = nn.Linear(backbone.width, base.config.num_labels or 2, bias=False)
     nn.init.normal_(head.weight, std=getattr(backbone.config, "initializer_range", 0.02))
@@ -116,6 +141,23 @@ def next_tokens(base: PreTrainedModel, rows: Rows, labels: Tensor | None, return
 
 def _wide(logits: Tensor) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
+
+
+def sentence_features(base: Any, backbone: Backbone, rows: Rows) -> Tensor:
+    """``[B, D]`` or ``[B, 1, D]``: what a head classifies of each sequence.
+
+    A decoder's last token, which alone has seen the others. BERT's first: as it is, for a head made here; through the
+    base's own pooler and dropout, for the base's own head; in ``[B, 1, D]`` for RoBERTa's, which looks for it there.
+    """
+    if rows.layout.slots == 0 and not rows.layout.lengths.all():
+        raise ValueError("a text of padding alone has no row to classify without a slot; got one in the batch")
+    if backbone.is_causal:
+        return rows.rows[rows.layout.last_rows]
+    first = rows.rows[rows.layout.first_rows]
+    if own_head(base) is None:
+        return first
+    pooler = getattr(base.base_model, "pooler", None)
+    return first[:, None] if pooler is None else base.dropout(pooler(first[:, None]))
 
 
 def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
@@ -208,7 +250,7 @@ def output(
         if config.label_words is not None and backbone.is_encoder_decoder:
             return classify(first_step_logits(base, rows, config), labels)
         if not backbone.is_encoder_decoder:
-            features = rows.rows[rows.layout.last_rows]
+            features = sentence_features(base, backbone, rows)
         elif input_ids is None:
             raise ValueError("SEQ_CLS on an encoder-decoder feeds input_ids to the decoder too, got inputs_embeds")
         else:

@@ -22,12 +22,19 @@ class Layout:
         lead: real rows in front of them; a sequence with fewer has its slots behind what it has.
         pool_mask: ``[R]`` bool: rows that may enter the mean (entries at slots are True and say nothing), or None
             for all.
+        prefix: keys and values ``[P, Hkv, d]`` in front of every sequence of one layer (P-Tuning v2), or None.
     """
 
     cu_seqlens: Tensor
     slots: int
     lead: int
     pool_mask: Tensor | None
+    prefix: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def front(self) -> int:
+        """Keys in front of a sequence's own, which positions count."""
+        return 0 if self.prefix is None else self.prefix[0].shape[0]
 
     @property
     def batch(self) -> int:
@@ -62,9 +69,17 @@ class Layout:
         return (~self.is_slot).nonzero().squeeze(1)
 
     @functools.cached_property
+    def first_rows(self) -> Tensor:
+        """``[B]`` row number of each sequence's first token; of its first slot where it has no token."""
+        first = self.cu_seqlens[:-1].long()
+        return first + self.slots * (self.lengths > self.slots) if self.lead == 0 else first
+
+    @functools.cached_property
     def last_rows(self) -> Tensor:
-        """``[B]`` row number of each sequence's last token; of its first slot where it has no token."""
+        """``[B]`` row number of each sequence's last token; of its first slot where it has no token but slots."""
         last = self.cu_seqlens[1:].long() - 1
+        if self.slots == 0:
+            return last
         # With no more tokens than `lead`, the slots stand behind the last token.
         tokens = self.lengths - self.slots
         return torch.where(
@@ -91,7 +106,7 @@ class Layout:
 
         ``"shift"``: slots have positions of their own. ``"keep"``: tokens are numbered as without slots, slots are 0.
         """
-        place = torch.arange(self.longest, device=self.lengths.device).expand(self.batch, -1)
+        place = torch.arange(self.front, self.front + self.longest, device=self.lengths.device).expand(self.batch, -1)
         if mode == "shift" or not self.slots:
             return place
         first = (self.slot_rows - self.cu_seqlens[:-1, None])[:, :1]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -15,25 +13,16 @@ from transformers.modeling_outputs import ModelOutput
 from capt_kernels.validation import check_shape
 
 from . import generation, heads, saving
+from .adapters import Adapter, AdapterSet
 from .backbones import backbones_of
-from .capsules import Capsules, MixedCapsules
+from .capsules import MixedCapsules
 from .config import CaptConfig
-from .runner import BACKENDS, Runner
+from .inputs import present, the_input
+from .pretrained import PretrainedInterface
+from .runner import BACKENDS, MEMORY, Runner
 
 
-class Adapter(nn.Module):
-    """One adapter: its capsules, and a head where its task has one that trains."""
-
-    def __init__(self, config: CaptConfig, capsules: Capsules, head: nn.Module | None):
-        super().__init__()
-        self.config, self.capsules, self.head = config, capsules, head
-
-    def trainable(self) -> list[nn.Parameter]:
-        """What trains when the adapter is active: all but the vectors of an instance-only adapter."""
-        return [p for p in self.parameters() if self.config.task or p is not self.capsules.vectors]
-
-
-class CaptModel(nn.Module):
+class CaptModel(AdapterSet, PretrainedInterface):
     """A frozen base with capsule adapters, one active. Made by :func:`get_capt_model` or :meth:`from_pretrained`.
 
     Args:
@@ -45,6 +34,12 @@ class CaptModel(nn.Module):
     Attributes:
         backend: ``"reference"`` runs the base's own layers on padded rows and overwrites the slots between them;
             ``"fused"`` runs packed rows through capt_kernels; ``"auto"`` takes the fastest that the base has.
+        memory: what the fused backend keeps for its backward. ``"full"``: each row that it needs, once. ``"min"``:
+            at most half of that, since gate and up of each layer (of T5, and where they are not the larger half, what
+            attention makes of q, k and v as well) are computed again. The layers' matrix products grow to 1.25 times
+            theirs (Llama at 3 heads to a key head and 2.7 times the width between gate and down), 1.22 (T5 v1.1), 1.21
+            (T5 v1.0), for 0.47, 0.45 and 0.41 of the bytes. :meth:`gradient_checkpointing_enable` keeps less (0.12)
+            and computes more (1.33 to 1.39 times), and works on the reference backend, which ``"min"`` does not.
     """
 
     base: Any
@@ -56,65 +51,12 @@ class CaptModel(nn.Module):
         self.base = base
         self.adapters = nn.ModuleDict()
         self._enabled = True
+        saving.leave_base_out(self)
         self.add_adapter(adapter_name, config)
         # Last, so that a config that does not fit leaves the caller's base as it was.
         self._thawed = [p for p in base.parameters() if p.requires_grad]
         base.requires_grad_(False)
         self.set_adapter(adapter_name)
-
-    # --- adapters
-
-    def add_adapter(self, name: str, config: CaptConfig) -> None:
-        """Adds a fresh adapter, frozen until :meth:`set_adapter` makes it the active one.
-
-        Raises:
-            ValueError: a name that is taken or not fit for a module, or a config that does not fit the base.
-        """
-        if isinstance(name, str) and name in self.adapters:
-            raise ValueError(f"adapter {name!r} exists already; adapters: {', '.join(self.adapters)}")
-        if not isinstance(name, str) or not name or "." in name or hasattr(self.adapters, name):
-            raise ValueError(f"adapter_name must be a string that can name a torch submodule, got {name!r}")
-        task = heads.infer_task(self.base, self._backbone, config)
-        fields = config.to_dict() | {"task_type": task}
-        if config.base_model_name_or_path is None:
-            fields["base_model_name_or_path"] = getattr(self.base, "name_or_path", None) or None
-        config = CaptConfig.from_dict(fields)
-        capsules = Capsules(config, self._backbone.num_layers, self._backbone.width)
-        adapter = Adapter(config, capsules, heads.make_head(self.base, self._backbone, task, config))
-        weight: Any = self.base.get_input_embeddings().weight
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        self.adapters[name] = adapter.to(device=weight.device, dtype=wide).requires_grad_(False)
-
-    def set_adapter(self, name: str) -> None:
-        """Makes an adapter the active one, whose parameters train.
-
-        Raises:
-            ValueError: there is no such adapter.
-        """
-        self._adapter(name)
-        self.active_adapter = name
-        for other in self.adapters:
-            for p in self._adapter(other).trainable():
-                p.requires_grad_(other == name)
-
-    def _adapter(self, name: str) -> Any:
-        if name not in self.adapters:
-            raise ValueError(f"there is no adapter {name!r}; adapters: {', '.join(self.adapters)}")
-        return self.adapters[name]
-
-    @property
-    def capt_config(self) -> CaptConfig:
-        """The active adapter's config."""
-        return self._adapter(self.active_adapter).config
-
-    @contextlib.contextmanager
-    def disable_adapter(self) -> Iterator[None]:
-        """Inside, the model is the bare base, bit for bit; label words and their head's logits are still picked."""
-        before, self._enabled = self._enabled, False
-        try:
-            yield
-        finally:
-            self._enabled = before
 
     def unload(self) -> PreTrainedModel:
         """The base as it was given, with the parameters trainable that were."""
@@ -141,13 +83,26 @@ class CaptModel(nn.Module):
 
     @backend.setter
     def backend(self, name: str) -> None:
-        if name not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
-        before, self._runner.backend = self._runner.backend, name
+        self._set("backend", name, BACKENDS)
+
+    @property
+    def memory(self) -> str:
+        return self._runner.memory
+
+    @memory.setter
+    def memory(self, name: str) -> None:
+        self._set("memory", name, MEMORY)
+
+    def _set(self, option: str, name: str, choices: Sequence[str]) -> None:
+        """An option of the runner, unless the base cannot be run so."""
+        if name not in choices:
+            raise ValueError(f"{option} must be one of {', '.join(choices)}, got {name!r}")
+        before = getattr(self._runner, option)
+        setattr(self._runner, option, name)
         try:
             self._runner.choose(self.capt_config.positions)
         except NotImplementedError:
-            self._runner.backend = before
+            setattr(self._runner, option, before)
             raise
 
     def forward(
@@ -161,6 +116,7 @@ class CaptModel(nn.Module):
         decoder_input_ids: Tensor | None = None,
         decoder_attention_mask: Tensor | None = None,
         return_logits: bool | None = None,
+        token_type_ids: Tensor | None = None,
     ) -> ModelOutput:
         """Runs the base with the active adapter's capsules.
 
@@ -175,6 +131,7 @@ class CaptModel(nn.Module):
             decoder_input_ids, decoder_attention_mask: as the base takes them (encoder-decoders only).
             return_logits: whether CAUSAL_LM returns logits ``[B, T, V]``. None: not in training with labels, where only
                 labelled positions go through the head.
+            token_type_ids: ``[B, T]`` segment of each token (BERT and its kin only); None: all 0.
 
         Returns:
             A transformers output: ``last_hidden_state [B, T, D]`` or ``logits``, and ``loss`` with labels. The slot is
@@ -183,18 +140,25 @@ class CaptModel(nn.Module):
         Raises:
             ValueError: arguments that do not fit each other.
         """
-        given = _the_input(input_ids, inputs_embeds)
+        given = the_input(input_ids, inputs_embeds)
         shape = tuple(given.shape[:2])
-        for name, mask in (("attention_mask", attention_mask), ("pool_mask", pool_mask)):
-            if mask is not None:
-                check_shape(name, mask, shape, "[B, T]")
-        decoder = _present(decoder_input_ids=decoder_input_ids, decoder_attention_mask=decoder_attention_mask)
+        per_token = present(attention_mask=attention_mask, pool_mask=pool_mask, token_type_ids=token_type_ids)
+        for name, tensor in per_token.items():
+            check_shape(name, tensor, shape, "[B, T]")
+        if token_type_ids is not None and not self._backbone.has_token_types:
+            raise ValueError(f"token_type_ids given to {type(self.base).__name__}, which has no token types")
+        decoder = present(decoder_input_ids=decoder_input_ids, decoder_attention_mask=decoder_attention_mask)
         if decoder and not self._backbone.is_encoder_decoder:
             raise ValueError(
                 f"{', '.join(decoder)} given to {type(self.base).__name__}, which has no decoder of its own"
             )
         if not self._enabled:
-            inputs = _present(input_ids=input_ids, inputs_embeds=inputs_embeds, attention_mask=attention_mask)
+            inputs = present(
+                input_ids=input_ids,
+                inputs_embeds=inputs_embeds,
+                attention_mask=attention_mask,
+                token_type_ids=token_type_ids,
+            )
             return heads.bare(self.base, self._backbone, self.capt_config, inputs | decoder, labels)
 
         chosen, index = self._chosen(adapter_names, shape[0])
@@ -203,29 +167,13 @@ class CaptModel(nn.Module):
             check_shape("labels", labels, shape, "[B, T]")
             if pool_mask is None:
                 pool_mask = labels == -100
-        rows = self._run(chosen, index, given, attention_mask, pool_mask)
+        rows = self._run(chosen, index, given, attention_mask, pool_mask, token_types=token_type_ids)
         trained = [a.head for a in chosen]
         if return_logits is None:
             return_logits = labels is None or not self.training
         return heads.output(
             self.base, self._backbone, config, trained, index, rows, input_ids, labels, decoder, return_logits
         )
-
-    def _chosen(self, names: Sequence[str] | None, batch: int) -> tuple[list[Adapter], Tensor | None]:
-        """The adapters of a batch, and which of them each sequence takes (None: the one there is)."""
-        if names is None:
-            return [self._adapter(self.active_adapter)], None
-        if len(names) != batch:
-            raise ValueError(f"adapter_names must name one adapter for each of the {batch} sequences, got {len(names)}")
-        unique = list(dict.fromkeys(names))
-        chosen = [self._adapter(name) for name in unique]
-        for name, adapter in zip(unique, chosen, strict=True):
-            if adapter.config != chosen[0].config:
-                raise ValueError(
-                    f"adapters mixed in one batch must have equal configs; {unique[0]!r} and {name!r} differ"
-                )
-        index = torch.tensor([unique.index(name) for name in names])
-        return chosen, index.to(chosen[0].capsules.vectors.device)
 
     def _run(
         self,
@@ -235,10 +183,12 @@ class CaptModel(nn.Module):
         mask: Tensor | None,
         pool_mask: Tensor | None,
         slots: list[Tensor] | None = None,
+        token_types: Tensor | None = None,
     ) -> heads.Rows:
         """:meth:`.Runner.run` with the capsules of the batch's adapters."""
         own = [a.capsules for a in chosen]
-        return self._runner.run(own[0] if index is None else MixedCapsules(own, index), given, mask, pool_mask, slots)
+        capsules = own[0] if index is None else MixedCapsules(own, index)
+        return self._runner.run(capsules, given, mask, pool_mask, slots, token_types)
 
     def generate(
         self,
@@ -264,49 +214,9 @@ class CaptModel(nn.Module):
         """
         if not self._enabled:
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
-        return generation.generate(self, _the_input(input_ids, None), attention_mask, adapter_names, options)
-
-    # --- what transformers and accelerate ask of a model
-
-    @property
-    def config(self) -> Any:
-        """The base's config."""
-        return self.base.config
-
-    @property
-    def device(self) -> torch.device:
-        return self.base.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.base.dtype
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.base.get_input_embeddings()
-
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
-        """The base's layers recompute themselves in backward; slots are written outside of them and are kept."""
-        self.base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=gradient_checkpointing_kwargs)
-
-    def gradient_checkpointing_disable(self) -> None:
-        self.base.gradient_checkpointing_disable()
-
-    def get_nb_trainable_parameters(self) -> tuple[int, int]:
-        """Number of trainable parameters, and of all."""
-        parameters = list(self.parameters())
-        return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
-
-    def print_trainable_parameters(self) -> None:
-        """Prints both and their share, in the words PEFT uses."""
-        trainable, total = self.get_nb_trainable_parameters()
-        print(f"trainable params: {trainable:,} || all params: {total:,} || trainable%: {100 * trainable / total:.4f}")
+        return generation.generate(self, the_input(input_ids, None), attention_mask, adapter_names, options)
 
     # --- files
-
-    def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the active adapter: ``adapter_config.json`` and ``adapter_model.safetensors``, nothing of the base."""
-        adapter = self._adapter(self.active_adapter)
-        saving.save(Path(directory), adapter.config, adapter.state_dict(), self._backbone)
 
     @classmethod
     def from_pretrained(
@@ -328,46 +238,13 @@ class CaptModel(nn.Module):
             model._adapter(adapter_name).requires_grad_(False)
         return model
 
-    def load_adapter(self, directory: str | Path, adapter_name: str, is_trainable: bool = False) -> None:
-        """Adds an adapter from a folder or a hub id; with ``is_trainable`` it becomes the active one.
-
-        Errors as :meth:`from_pretrained`.
-        """
-        config, tensors = saving.load(directory, self._backbone)
-        self.add_adapter(adapter_name, config)
-        try:
-            saving.fill(self._adapter(adapter_name), tensors, directory)
-        except ValueError:
-            del self.adapters[adapter_name]
-            raise
-        if is_trainable:
-            self.set_adapter(adapter_name)
-
-
-def _present(**tensors: Tensor | None) -> dict[str, Tensor]:
-    """Those that were given."""
-    return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _the_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """Whichever of the two was given, its shape checked."""
-    if (input_ids is None) == (inputs_embeds is None):
-        raise ValueError("exactly one of input_ids [B, T] and inputs_embeds [B, T, D] must be given")
-    if inputs_embeds is not None:
-        if inputs_embeds.dim() != 3:
-            raise ValueError(f"inputs_embeds must have shape [B, T, D], got {tuple(inputs_embeds.shape)}")
-        return inputs_embeds
-    assert input_ids is not None
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
-    return input_ids
-
 
 def get_capt_model(base: PreTrainedModel, config: CaptConfig, adapter_name: str = "default") -> CaptModel:
     """Freezes ``base`` and puts a fresh capsule adapter on it.
 
     Args:
-        base: a transformers Llama, Mistral, Qwen2, Qwen3 or T5 model, with or without a head.
+        base: a transformers Llama, Mistral, Qwen2, Qwen3, T5, BERT, RoBERTa, XLM-RoBERTa or CamemBERT model, with or
+            without a head.
         config: see :class:`CaptConfig`.
         adapter_name: a name for the adapter.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +16,15 @@ from capt_kernels.validation import boolean_mask
 from .backbones import backbones_of
 from .backbones.stream import Stream
 from .capsules import Capsules, MixedCapsules, place, refresh
+from .config import CaptConfig
 from .heads import Rows
 from .layout import Layout
 
+# These ask for numbers of rows, over which torch.compile would break to pieces.
+_pack, _place, _refresh = (torch.compiler.disable(function) for function in (pack, place, refresh))
+
 BACKENDS = ("auto", "reference", "fused")
+MEMORY = ("full", "min")
 
 
 class Runner:
@@ -26,59 +33,79 @@ class Runner:
     Attributes:
         reference, packed: the base's backbones.
         backend: "auto", "reference" or "fused", see :class:`capt.CaptModel`.
+        memory: "full" or "min", see there.
     """
 
     def __init__(self, base: PreTrainedModel):
+        self._base = base
         self.reference, self.packed = backbones_of(base)
         self.backend = "auto"
+        self.memory = "full"
 
     def choose(self, positions: str) -> Any:
         """The backbone of the next forward.
 
         Raises:
-            NotImplementedError: "fused" cannot run the base as it is now; says why.
+            NotImplementedError: the base cannot be run so as it is now; says why.
         """
-        if self.backend == "reference":
-            return self.reference
-        obstacle = self.packed.obstacle(positions)
+        obstacle = "backend is 'reference'" if self.backend == "reference" else self.packed.obstacle(positions)
         if obstacle is None:
+            self.packed.memory = self.memory
             return self.packed
-        if self.backend == "auto":
-            return self.reference
-        raise NotImplementedError(f"backend 'fused' cannot run this base: {obstacle}; 'auto' and 'reference' run it")
+        if self.backend == "fused":
+            raise NotImplementedError(
+                f"backend 'fused' cannot run this base: {obstacle}; 'auto' and 'reference' run it"
+            )
+        if self.memory == "min" and torch.is_grad_enabled():
+            raise NotImplementedError(
+                f"memory 'min' wants the fused backend: {obstacle}; gradient_checkpointing_enable() works on both"
+            )
+        return self.reference
 
+    # torch.compile goes on inside, where a layer has a graph.
+    @torch.compiler.disable(recursive=False)
     def run(
         self,
-        capsules: Capsules | MixedCapsules,
+        capsules: Capsules | MixedCapsules | None,
         given: Tensor,
         mask: Tensor | None,
         pool_mask: Tensor | None,
         slots: list[Tensor] | None = None,
+        token_types: Tensor | None = None,
+        prefixes: Sequence[tuple[Tensor, Tensor]] | None = None,
     ) -> Rows:
         """Processes a batch.
 
         Args:
+            capsules: None for a base without any.
             given: ``[B, T]`` ids or ``[B, T, D]`` embeddings. mask, pool_mask: ``[B, T]`` or None for all.
             slots: collects what the slots hold in front of each prompted layer, ``[B, K, D]`` each.
+            token_types: ``[B, T]`` or None for zeros; of bases that have them.
+            prefixes: of every layer, keys and values ``[P, Hkv, d]`` in front of each sequence, in place of capsules.
         """
-        config = capsules.config
+        config, prompted_layers = (CaptConfig(), ()) if capsules is None else (capsules.config, capsules.layers)
         backbone = self.choose(config.positions)
-        hidden = backbone.embed(given) if given.dim() == 2 else given
         real = torch.ones(given.shape[:2], dtype=torch.bool, device=given.device) if mask is None else mask
-        rows, cu_seqlens, indices = pack(hidden, real)
+        rows, cu_seqlens, indices = _pack(given, real)
         pooled = None if pool_mask is None else boolean_mask("pool_mask", pool_mask).flatten()[indices]
-        layout = Layout(cu_seqlens, 0, config.lead, pooled)
+        layout = Layout(cu_seqlens, 0, config.lead, pooled, None if prefixes is None else prefixes[0])
+        shift = config.slots if config.positions == "shift" and 0 in prompted_layers else layout.front
+        rows = backbone.embed(rows, layout, shift, None if token_types is None else token_types.flatten()[indices])
+        # transformers lets embeddings require a gradient where it checkpoints, trained or not; then the layers before
+        # the first prompted one would keep their rows for nothing.
+        if given.dim() == 2 and rows.requires_grad and not any(p.requires_grad for p in self._base.parameters()):
+            rows = rows.detach()
 
         ops = "reference" if self.backend == "reference" else "auto"
         stream, context = Stream(rows), None
         for i in range(backbone.num_layers):
             due = None
-            if i in capsules.layers:
-                prompted = capsules.layers.index(i)
+            if capsules is not None and i in prompted_layers:
+                prompted = prompted_layers.index(i)
                 if layout.slots:
-                    due = refresh(capsules, prompted, stream, layout, ops)
+                    due = _refresh(capsules, prompted, stream, layout, ops)
                 else:
-                    rows, layout = place(capsules, prompted, stream.rows, layout, ops)
+                    rows, layout = _place(capsules, prompted, stream.rows, layout, ops)
                     stream, context = Stream(rows), None
                 if slots is not None:
                     if due is not None:
@@ -88,5 +115,6 @@ class Runner:
                 stream = backbone.start(stream.rows)
             if context is None:
                 context = backbone.context(stream.residual, layout, config.positions)
-            stream = backbone.layer(i, stream, layout, context, due)
+            here = layout if prefixes is None else replace(layout, prefix=prefixes[i])
+            stream = backbone.layer(i, stream, here, context, due)
         return Rows(backbone.finish(stream), layout, indices, *given.shape[:2])

@@ -14,6 +14,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from .backbones import Backbone
 from .config import CaptConfig
@@ -30,6 +31,34 @@ def _base_facts(backbone: Backbone) -> dict[str, Any]:
         "base_num_layers": backbone.num_layers,
         "base_hidden_size": backbone.width,
     }
+
+
+def leave_base_out(model: nn.Module) -> None:
+    """Makes ``model.state_dict()`` leave out ``model.base``, and ``model.load_state_dict()`` not ask for it.
+
+    So whatever keeps a model by its state, transformers' Trainer for one, keeps the adapters and no base weight.
+    """
+    model.register_state_dict_post_hook(_drop_base)
+    model.register_load_state_dict_pre_hook(_note_prefix)
+    model.register_load_state_dict_post_hook(_forgive_base)
+
+
+def _drop_base(model: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name in [name for name in state if name.startswith(f"{prefix}base.")]:
+        del state[name]
+
+
+def _note_prefix(model: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    model._loading = f"{prefix}base."  # the hook behind loading is not told where in a larger module it is
+
+
+def _forgive_base(model: Any, found: Any) -> None:
+    found.missing_keys[:] = [name for name in found.missing_keys if not name.startswith(model._loading)]
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """``tensors`` with those that are sharded over processes gathered, which all processes do together."""
+    return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
 
 
 def save(directory: Path, config: CaptConfig, tensors: dict[str, Tensor], backbone: Backbone) -> None:

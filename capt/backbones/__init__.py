@@ -8,24 +8,32 @@ from __future__ import annotations
 
 from transformers import PreTrainedModel
 
+from .bert import BertBackbone
 from .decoder import DecoderBackbone
+from .packed_bert import PackedBertBackbone
 from .packed_decoder import PackedDecoderBackbone
 from .packed_t5 import PackedT5EncoderBackbone
 from .t5 import T5EncoderBackbone
 
-Backbone = DecoderBackbone | T5EncoderBackbone
+Backbone = DecoderBackbone | T5EncoderBackbone | BertBackbone
+Packed = PackedDecoderBackbone | PackedT5EncoderBackbone | PackedBertBackbone
 _DECODER = (DecoderBackbone, PackedDecoderBackbone)
+_BERT = (BertBackbone, PackedBertBackbone)
 #: model_type of a base's config -> its reference backbone and its packed one.
-BACKBONES: dict[str, tuple[type[Backbone], type[PackedDecoderBackbone] | type[PackedT5EncoderBackbone]]] = {
+BACKBONES: dict[str, tuple[type[Backbone], type[Packed]]] = {
     "llama": _DECODER,
     "mistral": _DECODER,
     "qwen2": _DECODER,
     "qwen3": _DECODER,
     "t5": (T5EncoderBackbone, PackedT5EncoderBackbone),
+    "bert": _BERT,
+    "roberta": _BERT,
+    "xlm-roberta": _BERT,
+    "camembert": _BERT,
 }
 
 
-def backbones_of(base: PreTrainedModel) -> tuple[Backbone, PackedDecoderBackbone | PackedT5EncoderBackbone]:
+def backbones_of(base: PreTrainedModel) -> tuple[Backbone, Packed]:
     """The reference and the packed backbone of ``base``.
 
     Raises:

@@ -12,6 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from capt_kernels import capsule_refresh
 
 from ..layout import Layout
+from .prefixed import prefixed
 from .stream import Refresh, Stream
 
 
@@ -32,6 +33,8 @@ class DecoderBackbone:
     """
 
     is_encoder_decoder = False
+    is_causal = True
+    has_token_types = False
 
     def __init__(self, base: PreTrainedModel):
         self.stack = cast(Any, base.base_model)
@@ -43,9 +46,9 @@ class DecoderBackbone:
         default = "sliding_attention" if windowed else "full_attention"
         self.kinds: list[str] = getattr(self.config, "layer_types", None) or [default] * self.num_layers
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """``[B, T] -> [B, T, D]``."""
-        return self.stack.embed_tokens(input_ids)
+    def embed(self, given: Tensor, layout: Layout, shift: int, token_types: Tensor | None) -> Tensor:
+        """``[R, D]`` of ids ``[R]``, or of embeddings ``[R, D]``: themselves. Positions enter in the layers."""
+        return self.stack.embed_tokens(given) if given.dim() == 1 else given
 
     def start(self, rows: Tensor) -> Stream:
         """What the base does to embeddings, slots included, before its first layer."""
@@ -64,13 +67,14 @@ class DecoderBackbone:
     ) -> Stream:
         """The base's layer ``index``, after the slots that are due in front of it."""
         rows = stream.rows if refresh is None else capsule_refresh(stream.rows, **refresh.arguments(layout))
-        out = self.stack.layers[index](
-            layout.pad(rows),
-            attention_mask=context.masks[self.kinds[index]],
-            position_ids=context.position_ids,
-            position_embeddings=context.rotary,
-            use_cache=False,
-        )
+        with prefixed(self.stack, layout.prefix):
+            out = self.stack.layers[index](
+                layout.pad(rows),
+                attention_mask=context.masks[self.kinds[index]],
+                position_ids=context.position_ids,
+                position_embeddings=context.rotary,
+                use_cache=False,
+            )
         return Stream(layout.unpad(out))
 
     def finish(self, stream: Stream) -> Tensor:

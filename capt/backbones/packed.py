@@ -1,13 +1,19 @@
-"""What the packed backbones share: which activations are fused, and when a base has to run as transformers runs it."""
+"""What the packed backbones share: what backward recomputes, and when a base has to run as transformers runs it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from capt_kernels import add_rms_norm
+from capt_kernels import add_rms_norm, capsule_attention, capsule_prepend
+
+from ..layout import Layout
+from .stream import Refresh, Stream
 
 #: transformers' name of an activation -> ``kind`` of :func:`capt_kernels.gated_activation`.
 ACTIVATIONS = {
@@ -19,6 +25,71 @@ ACTIVATIONS = {
     "relu": "relu",
 }
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class PackedBackbone:
+    """Runs layers on packed rows, and keeps what the caller asked for.
+
+    Attributes:
+        memory: "full" or "min", see :class:`capt.CaptModel`.
+    """
+
+    memory = "full"
+
+    def layers(self) -> Any:
+        """The base's own layers."""
+        raise NotImplementedError
+
+    def process(self, layer: Any, stream: Stream, layout: Layout, context: Any, refresh: Refresh | None) -> Stream:
+        """``layer``, one of them; the slots are written while its first norm reads the residual."""
+        raise NotImplementedError
+
+    @torch.compiler.disable(recursive=False)  # so that one graph serves all layers, whatever their number
+    def layer(self, index: int, stream: Stream, layout: Layout, context: Any, refresh: Refresh | None) -> Stream:
+        """The base's layer ``index``, which backward recomputes where transformers' gradient checkpointing is on.
+
+        Then the sum ``[R, D]`` in front of it is all that is kept.
+        """
+        layer: Any = self.layers()[index]
+        if not (layer.training and getattr(layer, "gradient_checkpointing", False)):
+            return self.process(layer, stream, layout, context, refresh)
+        rows = stream.rows
+        if not rows.requires_grad:  # nothing to recompute for, which reentrant checkpointing warns of
+            return self.process(layer, Stream(rows), layout, context, refresh)
+
+        # Reentrant checkpointing sees the gradients of positional arguments alone.
+        def run(rows: Tensor, prompt: Tensor | None) -> Tensor:
+            due = None if refresh is None or prompt is None else replace(refresh, prompt=prompt)
+            return self.process(layer, Stream(rows), layout, context, due).rows
+
+        return Stream(layer._gradient_checkpointing_func(run, rows, None if refresh is None else refresh.prompt))
+
+    def kept(self, function: Callable[..., Any], *tensors: Tensor | None, worthwhile: bool = True) -> Any:
+        """``function(*tensors)``; with ``memory="min"``, where it is worthwhile, backward keeps ``tensors`` alone.
+
+        The second run finds the random state of the first: a wrapped Linear may drop out.
+        """
+        trains = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+        if self.memory == "full" or not (worthwhile and trains):
+            return function(*tensors)
+        return checkpoint(function, *tensors, use_reentrant=False)
+
+
+def attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:
+    """``[R, H * d]``: each sequence's attention, to the layout's prefix too."""
+    # Autocast would cast the bias of all pairs of rows, which is a view of a small table, and so write it out.
+    with torch.autocast(q.device.type, enabled=False):
+        if layout.prefix is not None:
+            k, v = (_behind(own, rows, layout) for own, rows in zip(layout.prefix, (k, v), strict=True))
+            counts = torch.arange(layout.batch + 1, device=q.device, dtype=torch.int32)
+            options["cu_seqlens_k"] = layout.cu_seqlens + layout.front * counts
+        return capsule_attention(q, k, v, cu_seqlens=layout.cu_seqlens, **options).flatten(-2)
+
+
+def _behind(prefix: Tensor, rows: Tensor, layout: Layout) -> Tensor:
+    """``rows [R, Hkv, d]``, each sequence behind ``prefix [P, Hkv, d]``: what a prompt without a mean is put in by."""
+    together = capsule_prepend(rows.flatten(1), prefix.flatten(1), cu_seqlens=layout.cu_seqlens, pool=False)
+    return together.unflatten(1, rows.shape[1:])
 
 
 def is_plain(module: nn.Module) -> bool:
@@ -33,8 +104,6 @@ def obstacle_in(stack: Any, bypassed: Iterable[nn.Module]) -> str | None:
     them would be ignored without a word.
     """
     for module in bypassed:
-        if stack.training and getattr(module, "gradient_checkpointing", False):
-            return f"gradient checkpointing recomputes its {type(module).__name__}"
         if not is_plain(module):
             return f"a hook or another forward is registered on its {type(module).__name__}"
         if "Norm" in type(module).__name__ and not (hasattr(module, "weight") and hasattr(module, "variance_epsilon")):

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capt_kernels import apply_rotary, capsule_attention, gated_activation
+from capt_kernels import apply_rotary, gated_activation
 
 from ..layout import Layout
 from .decoder import DecoderBackbone
-from .packed import ACTIVATIONS, obstacle_in, rms_norm
+from .packed import ACTIVATIONS, PackedBackbone, attend_packed, obstacle_in, rms_norm
 from .stream import Refresh, Stream
 
 
@@ -28,7 +28,7 @@ class PackedContext:
     sin: Tensor
 
 
-class PackedDecoderBackbone(DecoderBackbone):
+class PackedDecoderBackbone(PackedBackbone, DecoderBackbone):
     """Runs a decoder of the Llama family without padding and without masks."""
 
     def obstacle(self, positions: str) -> str | None:
@@ -40,39 +40,48 @@ class PackedDecoderBackbone(DecoderBackbone):
         watched = [m for layer in self.stack.layers for m in (layer, layer.self_attn, layer.mlp, *_norms(layer))]
         return obstacle_in(self.stack, [*watched, self.stack.norm])
 
-    def context(self, rows: Tensor, layout: Layout, positions: str) -> PackedContext:  # type: ignore[override]
+    @torch.compiler.disable
+    def context(self, rows: Tensor, layout: Layout, positions: str) -> PackedContext:
         """Rotary tables of the packed positions."""
         wide = torch.empty(0, dtype=torch.float32, device=rows.device)
         cos, sin = self.stack.rotary_emb(wide, layout.unpad(layout.positions(positions))[None])
         return PackedContext(cos[0], sin[0])
 
-    def layer(  # type: ignore[override]
-        self, index: int, stream: Stream, layout: Layout, context: PackedContext, refresh: Refresh | None
-    ) -> Stream:
-        """The base's layer ``index``; the slots are written while its first norm reads the residual."""
-        layer = self.stack.layers[index]
-        slots = {} if refresh is None else refresh.arguments(layout)
-        normed, residual = rms_norm(layer.input_layernorm, stream.branch, stream.residual, **slots)
-        attended = self._attention(layer.self_attn, normed, layout, context, self.kinds[index])
-        normed, residual = rms_norm(layer.post_attention_layernorm, attended, residual)
-        mlp = layer.mlp
-        gated = gated_activation(mlp.gate_proj(normed), mlp.up_proj(normed), kind=ACTIVATIONS[self.config.hidden_act])
-        return Stream(residual, mlp.down_proj(gated))
+    def layers(self) -> Any:
+        return self.stack.layers
 
-    def _attention(self, attention: Any, normed: Tensor, layout: Layout, context: PackedContext, kind: str) -> Tensor:
-        heads: tuple = (-1, attention.head_dim)
-        q = attention.q_proj(normed).unflatten(-1, heads)
-        k = attention.k_proj(normed).unflatten(-1, heads)
-        v = attention.v_proj(normed).unflatten(-1, heads)
-        if hasattr(attention, "q_norm"):  # Qwen3 norms every head
-            q, _ = rms_norm(attention.q_norm, None, q)
-            k, _ = rms_norm(attention.k_norm, None, k)
-        q, k = apply_rotary(q, k, context.cos.to(q.device), context.sin.to(q.device))
-        window = self.config.sliding_window if kind == "sliding_attention" else None
-        out = capsule_attention(
-            q, k, v, cu_seqlens=layout.cu_seqlens, causal=True, scale=attention.scaling, window=window
-        )
-        return attention.o_proj(out.flatten(-2))
+    def process(
+        self, layer: Any, stream: Stream, layout: Layout, context: PackedContext, refresh: Refresh | None
+    ) -> Stream:
+        attention, mlp = layer.self_attn, layer.mlp
+        slots = {} if refresh is None else refresh.arguments(layout)
+        # Some of Qwen's layers have it, all of Mistral's. By the layer's number torch.compile would make a graph each.
+        window = getattr(attention, "sliding_window", getattr(self.config, "sliding_window", None))
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+            if hasattr(attention, "q_norm"):  # Qwen3 norms every head
+                q, _ = rms_norm(attention.q_norm, None, q)
+                k, _ = rms_norm(attention.k_norm, None, k)
+            q, k = apply_rotary(q, k, cos.to(q.device), sin.to(q.device))
+            return attend_packed(q, k, v, layout, causal=True, scale=attention.scaling, window=window)
+
+        def feed_forward(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+            normed, residual = rms_norm(layer.post_attention_layernorm, branch, residual)
+            kind = ACTIVATIONS[self.config.hidden_act]
+            return residual, mlp.down_proj(gated_activation(mlp.gate_proj(normed), mlp.up_proj(normed), kind=kind))
+
+        normed, residual = rms_norm(layer.input_layernorm, stream.branch, stream.residual, **slots)
+        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
+        heads = (part(normed).unflatten(-1, (-1, attention.head_dim)) for part in parts)
+        tables = (context.cos, context.sin)
+        attended = self.kept(attend, *heads, *tables, worthwhile=self._heads_outweigh_gates(attention))
+        return Stream(*self.kept(feed_forward, attention.o_proj(attended), residual))
+
+    def _heads_outweigh_gates(self, attention: Any) -> bool:
+        """Whether gate and up are less than half of the bytes; else long texts are spared their second attention."""
+        heads = self.config.num_attention_heads + self.config.num_key_value_heads
+        copies = 3 if hasattr(attention, "q_norm") else 2
+        return 2 * self.config.intermediate_size < 2 * self.width + copies * heads * attention.head_dim
 
     def finish(self, stream: Stream) -> Tensor:
         """``[R, D]`` behind the last norm."""

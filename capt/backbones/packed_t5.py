@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from capt_kernels import capsule_attention, gated_activation
+from capt_kernels import gated_activation
 
 from ..layout import Layout
-from .packed import ACTIVATIONS, obstacle_in, rms_norm
+from .packed import ACTIVATIONS, PackedBackbone, attend_packed, obstacle_in, rms_norm
 from .stream import Refresh, Stream
 from .t5 import T5EncoderBackbone
 
@@ -26,7 +26,7 @@ class PackedT5Context:
     bias_table: Tensor
 
 
-class PackedT5EncoderBackbone(T5EncoderBackbone):
+class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
     """Runs a T5 encoder without padding and without masks."""
 
     def obstacle(self, positions: str) -> str | None:
@@ -42,26 +42,39 @@ class PackedT5EncoderBackbone(T5EncoderBackbone):
         watched = [m for block in self.stack.block for m in (block, *block.layer, *_parts(block))]
         return obstacle_in(self.stack, [*watched, self.stack.final_layer_norm])
 
-    def context(self, rows: Tensor, layout: Layout, positions: str) -> PackedT5Context:  # type: ignore[override]
+    @torch.compiler.disable
+    def context(self, rows: Tensor, layout: Layout, positions: str) -> PackedT5Context:
         """The relative bias by distance."""
-        return PackedT5Context(self.bias_table(max(layout.longest, 1)).detach())
+        return PackedT5Context(self.bias_table(max(layout.front + layout.longest, 1)).detach())
 
-    def layer(  # type: ignore[override]
-        self, index: int, stream: Stream, layout: Layout, context: PackedT5Context, refresh: Refresh | None
+    def layers(self) -> Any:
+        return self.stack.block
+
+    def process(
+        self, layer: Any, stream: Stream, layout: Layout, context: PackedT5Context, refresh: Refresh | None
     ) -> Stream:
-        """The base's block ``index``; the slots are written while its first norm reads the residual."""
-        attention, feed_forward = self.stack.block[index].layer
+        first, second = layer.layer
+        own, dense = first.SelfAttention, second.DenseReluDense
         slots = {} if refresh is None else refresh.arguments(layout)
-        normed, residual = rms_norm(attention.layer_norm, stream.branch, stream.residual, **slots)
-        own = attention.SelfAttention
-        q, k, v = (part(normed).unflatten(-1, (own.n_heads, -1)) for part in (own.q, own.k, own.v))
-        out = capsule_attention(
-            q, k, v, cu_seqlens=layout.cu_seqlens, causal=False, scale=1.0, bias_table=context.bias_table
-        )
-        branch, residual = _finite(own.o(out.flatten(-2)), residual)
-        normed, residual = rms_norm(feed_forward.layer_norm, branch, residual)
-        branch, residual = _finite(self._feed_forward(feed_forward.DenseReluDense, normed), residual)
-        return Stream(residual, branch)
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, bias_table: Tensor) -> Tensor:
+            return attend_packed(q, k, v, layout, causal=False, scale=1.0, bias_table=bias_table)
+
+        def feed_forward(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
+            normed, residual = rms_norm(second.layer_norm, *_finite(branch, residual))
+            done, residual = _finite(self._feed_forward(dense, normed), residual)
+            return residual, done
+
+        # One hidden is too little to halve the bytes of an ungated block: the sum in front of it goes too.
+        def attend_and_feed_forward(residual: Tensor, *heads: Tensor) -> tuple[Tensor, Tensor | None]:
+            return feed_forward(own.o(attend(*heads)), residual)
+
+        normed, residual = rms_norm(first.layer_norm, stream.branch, stream.residual, **slots)
+        heads = [part(normed).unflatten(-1, (own.n_heads, -1)) for part in (own.q, own.k, own.v)]
+        if not hasattr(dense, "wi_0"):
+            return Stream(*self.kept(attend_and_feed_forward, residual, *heads, context.bias_table))
+        attended = self.kept(attend, *heads, context.bias_table)
+        return Stream(*self.kept(feed_forward, own.o(attended), residual))
 
     def _feed_forward(self, dense: Any, normed: Tensor) -> Tensor:
         kind = ACTIVATIONS[self.config.dense_act_fn]

@@ -19,7 +19,8 @@ class Stream:
     @property
     def rows(self) -> Tensor:
         """The sum."""
-        return self.residual if self.branch is None else self.residual + self.branch
+        # Under autocast a Linear hands back less than the residual stream holds.
+        return self.residual if self.branch is None else self.residual + self.branch.to(self.residual.dtype)
 
 
 @dataclass(frozen=True)

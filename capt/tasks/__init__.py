@@ -8,14 +8,31 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .csqa import csqa
 from .embedded import movie_reviews, trec
 from .encoding import encode, label_word_ids
 from .files import file
+from .metrics import METRICS, score
 from .readers import read_examples
 from .superglue import SUPERGLUE, superglue
 from .task import SPLITS, Example, Prompt, Task
+from .training_rows import few, with_noise
 
-__all__ = ["SPLITS", "TASKS", "Example", "Prompt", "Task", "encode", "label_word_ids", "load_task", "read_examples"]
+__all__ = [
+    "METRICS",
+    "SPLITS",
+    "TASKS",
+    "Example",
+    "Prompt",
+    "Task",
+    "encode",
+    "few",
+    "label_word_ids",
+    "load_task",
+    "read_examples",
+    "score",
+    "with_noise",
+]
 
 #: Task name -> a function of that task's own options.
 TASKS: dict[str, Callable[..., Task]] = {
@@ -23,6 +40,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "movie-reviews": movie_reviews,
     "file": file,
     **{name: functools.partial(superglue, name) for name in SUPERGLUE},
+    "csqa": csqa,
 }
 
 

@@ -34,20 +34,22 @@ def encode(
 ) -> list[dict[str, Any]]:
     """``{"input_ids": [...], "labels": class id}`` for each example, with ``max_length`` ids at most.
 
-    Too long a prompt loses the end of the field ``prompt.cut``; the template and the other fields stay whole.
+    Too long a prompt loses the end of the field ``prompt.cut``; the template and the other fields stay whole. What a
+    tokenizer puts around a text ([CLS] and [SEP], an end-of-sequence token) counts, and is never cut off.
 
     Args:
         examples: with or without a label; without one, there is no "labels".
         source: what the examples are, for errors.
 
     Raises:
-        ValueError: nothing of the field to cut would be left.
+        ValueError: nothing of the field to cut would be left, or too long a prompt of which nothing may be cut.
     """
     rows = []
     encoded = tokenizer([prompt.render(row) for row in examples], verbose=False)["input_ids"] if examples else []
     for number, (row, ids) in enumerate(zip(examples, encoded, strict=True), start=1):
         if len(ids) > max_length:
-            ids = _shortened(row, prompt, tokenizer, max_length, f"{source}, example {number}")
+            cut = fitted(row, prompt, tokenizer, max_length, f"{source}, example {number}")
+            ids = tokenizer(prompt.render(cut), verbose=False)["input_ids"]
         features: dict[str, Any] = {"input_ids": ids}
         if "label" in row:
             features["labels"] = prompt.labels.index(row["label"])
@@ -55,21 +57,35 @@ def encode(
     return rows
 
 
-def _shortened(
-    row: Example, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str
-) -> list[int]:
-    text = row[prompt.cut]
+def fitted(row: Example, prompt: Prompt, tokenizer: PreTrainedTokenizerBase, max_length: int, where: str) -> Example:
+    """``row``, its field ``prompt.cut`` without the end that is too much for ``max_length`` ids.
 
-    def ids(kept: int) -> list[int]:
-        return tokenizer(prompt.render({**row, prompt.cut: text[:kept]}), verbose=False)["input_ids"]
+    Raises:
+        ValueError: as :func:`encode`.
+    """
 
-    kept = bisect.bisect_right(range(len(text)), max_length, key=lambda kept: len(ids(kept))) - 1
+    def length(row: Example) -> int:
+        return len(tokenizer(prompt.render(row), verbose=False)["input_ids"])
+
+    if length(row) <= max_length:
+        return row
+    field = prompt.cut
+    if field is None:
+        raise ValueError(
+            f"{where}: max_length leaves {max_length} tokens, the prompt takes more, and it must stay whole"
+        )
+    text = row[field]
+
+    def cut(kept: int) -> Example:
+        return {**row, field: text[:kept]}
+
+    kept = bisect.bisect_right(range(len(text)), max_length, key=lambda kept: length(cut(kept))) - 1
     # One character more can make a token fewer, so the search may stop a little too far on.
-    while kept > 0 and len(ids(kept)) > max_length:
+    while kept > 0 and length(cut(kept)) > max_length:
         kept -= 1
     if kept <= 0 or not text[:kept].strip():
         raise ValueError(
             f"{where}: max_length leaves {max_length} tokens, and the template with its other fields takes "
-            f"{len(ids(0))} of them: nothing of {prompt.cut!r} is left"
+            f"{length(cut(0))} of them: nothing of {field!r} is left"
         )
-    return ids(kept)
+    return cut(kept)

@@ -6,12 +6,14 @@ file is the test set, since the official test labels are not published.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .readers import Record, check_label, label_of, read_records, text_of
+from .multirc import one_answer_a_row
+from .official import hub, official
+from .readers import Record, check_label, label_of, text_of
 from .task import Example, Prompt, Task, cut_rows, example
 
 #: The dataset on the hub that holds every configuration as plain data files.
@@ -23,11 +25,23 @@ class Entry:
     """A SuperGLUE task: its folder, its configuration on the hub, and its prompt.
 
     Labels stand in the hub's order, so that an integer label is an index into them.
+
+    Args:
+        metric: what the task is scored by.
+        label_key: what BoolQ's own release calls the label.
+        rows: makes rows with the prompt's fields and a label of the records of a file.
+        together: a field whose equal values are not torn apart by the cut into train and validation.
+        may_be_empty: fields that are empty in rows of the official files.
     """
 
     folder: str
     config: str
     prompt: Prompt
+    metric: str = "accuracy"
+    label_key: str = "label"
+    rows: Callable[[Iterable[Record]], Iterable[Record]] = iter
+    together: str | None = None
+    may_be_empty: tuple[str, ...] = ()
 
 
 SUPERGLUE = {
@@ -50,11 +64,13 @@ SUPERGLUE = {
             ("entailment", "contradiction", "neutral"),
             (" yes", " no", " maybe"),
         ),
+        metric="f1_and_accuracy",
     ),
     "boolq": Entry(
         "BoolQ",
         "boolq",
         Prompt("boolq passage: {passage} question: {question}", "passage", ("False", "True"), (" False", " True")),
+        label_key="answer",
     ),
     "wic": Entry(
         "WiC",
@@ -76,6 +92,20 @@ SUPERGLUE = {
             (" A", " B"),
         ),
     ),
+    "multirc": Entry(
+        "MultiRC",
+        "multirc",
+        Prompt(
+            "multirc paragraph: {paragraph} question: {question} answer: {answer}",
+            "paragraph",
+            ("False", "True"),
+            (" False", " True"),
+        ),
+        metric="multirc",
+        rows=one_answer_a_row,
+        together="paragraph",
+        may_be_empty=("answer",),
+    ),
 }
 
 
@@ -89,38 +119,26 @@ def superglue(name: str, *, data_dir: str | None = None, split_seed: int = 0) ->
     """
     entry = SUPERGLUE[name]
     splits = {}
-    for split, source in {"train": "train", "test": "val"}.items():
-        records = _official(Path(data_dir), entry, source) if data_dir is not None else _hub(entry, source)
-        splits[split] = [_example(row, entry.prompt, where) for where, row in records]
-    splits |= cut_rows(splits["train"], {"train": 0.9, "validation": 0.1}, split_seed, name)
-    return Task(name, entry.prompt, splits)
+    for split, file, hub_split in (("train", "train", "train"), ("test", "val", "validation")):
+        if data_dir is not None:
+            records = official(Path(data_dir), entry.folder, file)
+        else:
+            records = hub(_HUB_DATASET, entry.config, hub_split)
+        splits[split] = [_example(row, entry, where) for where, row in entry.rows(records)]
+    splits |= cut_rows(splits["train"], {"train": 0.9, "validation": 0.1}, split_seed, name, entry.together)
+    return Task(name, entry.prompt, splits, entry.metric)
 
 
-def _official(folder: Path, entry: Entry, split: str) -> Iterable[Record]:
-    tried = [folder / f"{split}.jsonl", folder / entry.folder / f"{split}.jsonl"]
-    for path in tried:
-        if path.is_file():
-            return read_records(path)
-    raise FileNotFoundError(f"data_dir has no {split} split: there is neither {tried[0]} nor {tried[1]}")
-
-
-def _hub(entry: Entry, split: str) -> Iterable[Record]:
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset(_HUB_DATASET, entry.config, split={"val": "validation"}.get(split, split))
-    except OSError as error:
-        raise OSError(f"{error}. Without a connection, data_dir names a folder in the official layout") from error
-    return ((f"{_HUB_DATASET} {entry.config}, {split} row {number}", row) for number, row in enumerate(rows))
-
-
-def _example(row: dict[str, Any], prompt: Prompt, where: str) -> Example:
-    for column in (*prompt.fields, "label"):
+def _example(row: dict[str, Any], entry: Entry, where: str) -> Example:
+    prompt, key = entry.prompt, "label" if "label" in row else entry.label_key
+    for column in (*prompt.fields, key):
         if column not in row:
             raise ValueError(f"{where}: there is no field {column!r}; there are {', '.join(map(repr, row))}")
-    value = row["label"]
+    value = row[key]
     if type(value) is int and 0 <= value < len(prompt.labels):
         value = prompt.labels[value]
-    label = label_of(value, f"{where}: label")
+    label = label_of(value, f"{where}: {key}")
     check_label(label, prompt.labels, where)
-    return example({name: text_of(row[name], f"{where}: {name}") for name in prompt.fields}, label, where)
+    fields = {name: text_of(row[name], f"{where}: {name}") for name in prompt.fields}
+    made = example(fields, label, where, entry.may_be_empty)
+    return made | {"group": row["group"]} if "group" in row else made

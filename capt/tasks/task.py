@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import string
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-#: The fields that the template names, and "label" (absent in a text yet to be labelled). All are strings.
+from .metrics import METRICS
+
+#: The fields that the template names, "label" (absent in a text yet to be labelled), and "group" where several rows are
+#: scored as one (the answers to one question). All are strings.
 Example = dict[str, str]
 
 SPLITS = ("train", "validation", "test")
@@ -19,7 +24,8 @@ class Prompt:
 
     Args:
         template: a format string over the example's fields, such as ``"Review: {text}\\nSentiment:"``.
-        cut: the field that gives way where a prompt is too long; everything else stays whole.
+        cut: the field that gives way where a prompt is too long; everything else stays whole. None: nothing does, and
+            too long a prompt is an error.
         labels: the label names; a class id is an index into them.
         label_words: one word a label, in the same order, as it would follow the template (a leading space included);
             None where the task has none.
@@ -29,13 +35,13 @@ class Prompt:
     """
 
     template: str
-    cut: str
+    cut: str | None
     labels: tuple[str, ...]
     label_words: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", tuple(self.labels))
-        if self.cut not in self.fields:
+        if self.cut is not None and self.cut not in self.fields:
             raise ValueError(f"template must name the field {{{self.cut}}}, got {self.template!r}")
         if len(self.labels) < 2:
             raise ValueError(f"a task needs at least two labels, got {list(self.labels)}")
@@ -65,19 +71,25 @@ class Prompt:
 class Task:
     """Examples of ``"train"``, ``"validation"`` and ``"test"``, and the :class:`Prompt` for them.
 
+    Args:
+        metric: what the task is scored by, a name in :data:`.metrics.METRICS`.
+
     Raises:
-        ValueError: an empty split, or a template field that the examples lack.
+        ValueError: an empty split, a template field that the examples lack, or a metric that does not exist.
     """
 
     name: str
     prompt: Prompt
     splits: Mapping[str, Sequence[Example]] = field(repr=False)
+    metric: str = "accuracy"
 
     def __post_init__(self) -> None:
+        if self.metric not in METRICS:
+            raise ValueError(f"metric must be one of {', '.join(METRICS)}, got {self.metric!r}")
         for split in SPLITS:
             if not self.splits[split]:
                 raise ValueError(f"{self.name}: the {split} split is empty")
-        present = [name for name in self.splits["train"][0] if name != "label"]
+        present = [name for name in self.splits["train"][0] if name not in ("label", "group")]
         for name in self.prompt.fields:
             if name not in present:
                 raise ValueError(
@@ -85,10 +97,10 @@ class Task:
                 )
 
 
-def example(fields: Mapping[str, str], label: str | None, where: str) -> Example:
+def example(fields: Mapping[str, str], label: str | None, where: str, may_be_empty: Sequence[str] = ()) -> Example:
     """An example of ``fields``; ``where`` tells its file and line in the error for an empty field."""
     for name, text in fields.items():
-        if not text.strip():
+        if not text.strip() and name not in may_be_empty:
             raise ValueError(f"{where}: {name} is empty")
     return dict(fields) if label is None else {**fields, "label": label}
 
@@ -101,18 +113,28 @@ def distinct(examples: Iterable[Example]) -> list[Example]:
     return list(first.values())
 
 
-def cut_rows(rows: Sequence[Example], shares: Mapping[str, float], seed: int, source: str) -> dict[str, list[Example]]:
+def cut_rows(
+    rows: Sequence[Example], shares: Mapping[str, float], seed: int, source: str, together: str | None = None
+) -> dict[str, list[Example]]:
     """``rows``, shuffled by ``seed``, cut into a split for each share; each gets one row at least.
 
+    Args:
+        together: a field; rows that agree in it share a split, and the shares are shares of its values.
+
     Raises:
-        ValueError: fewer rows than splits.
+        ValueError: fewer rows (or values of ``together``) than splits.
     """
-    if len(rows) < len(shares):
-        raise ValueError(f"{source} has {len(rows)} rows: too few to cut into {', '.join(shares)}")
-    shuffled = random.Random(seed).sample(rows, len(rows))
+    units: dict[Any, list[Example]] = {}
+    for number, row in enumerate(rows):
+        units.setdefault(number if together is None else row[together], []).append(row)
+    kind = "rows" if together is None else f"different {together}s"
+    if len(units) < len(shares):
+        raise ValueError(f"{source} has {len(units)} {kind}: too few to cut into {', '.join(shares)}")
+    shuffled = random.Random(seed).sample(list(units.values()), len(units))
     splits: dict[str, list[Example]] = {}
     # The first share takes what the others leave, so that rounding never empties one of them.
     for name in reversed(list(shares)):
-        count = len(shuffled) if name == next(iter(shares)) else max(1, round(shares[name] * len(rows)))
-        splits[name], shuffled = shuffled[:count], shuffled[count:]
+        count = len(shuffled) if name == next(iter(shares)) else max(1, round(shares[name] * len(units)))
+        splits[name] = list(itertools.chain.from_iterable(shuffled[:count]))
+        shuffled = shuffled[count:]
     return {name: splits[name] for name in shares}

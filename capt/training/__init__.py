@@ -2,5 +2,6 @@
 
 from .config import TrainConfig
 from .run import Run, Training, prepare, train
+from .trainer import SaveAdapter
 
-__all__ = ["Run", "TrainConfig", "Training", "prepare", "train"]
+__all__ = ["Run", "SaveAdapter", "TrainConfig", "Training", "prepare", "train"]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..config import CaptConfig
-from ..tasks import Task, load_task
+from ..tasks import TASKS, Task, load_task
 
 
 def _option(default: Any, help: str) -> Any:
@@ -26,11 +26,11 @@ class TrainConfig:
         ValueError: a field out of its range; names the field and the value.
     """
 
-    model: str = _option("smollm2", "'smollm2' (the embedded default), a folder, or a name on the model hub")
-    task: str = _option("movie-reviews", "'movie-reviews', 'trec', 'file', 'rte', 'cb', 'boolq', 'wic' or 'copa'")
+    model: str = _option("smollm2", "'smollm2' or 'minilm' (embedded), a folder, or a name on the model hub")
+    task: str = _option("movie-reviews", f"one of {', '.join(TASKS)}")
     output_dir: str = _option("runs/capt", "folder for the adapter, results.json, curve.png and checkpoints")
 
-    data_dir: str | None = _option(None, "SuperGLUE: folder in the official layout instead of a download")
+    data_dir: str | None = _option(None, "SuperGLUE, csqa: folder in the official layout instead of a download")
     train_file: str | None = _option(None, "task 'file': CSV, TSV or JSON Lines")
     eval_file: str | None = _option(None, "task 'file': the test set; without it a tenth of train_file is")
     text_column: str | None = _option(None, "task 'file': column of the text ['text']")

@@ -20,12 +20,14 @@ def class_logits(
     batch_size: int,
     device: torch.device,
 ) -> Tensor:
-    """``[N, C]`` fp32 on the CPU: what ``model`` (in eval mode) makes of rows with ``input_ids``, N > 0.
+    """``[N, C]`` fp32 on the CPU: what ``model`` (in eval mode) makes of N > 0 rows with ``input_ids``.
 
-    Rows of like length share a batch, so little is padded. A bar shows progress on a terminal.
+    ``token_type_ids`` are handed on where rows have them. Rows of like length share a batch, so little is padded. A bar
+    shows progress on a terminal.
     """
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]["input_ids"]))
-    inputs = [{"input_ids": rows[i]["input_ids"]} for i in order]
+    names = [name for name in ("input_ids", "token_type_ids") if name in rows[0]]
+    inputs = [{name: rows[i][name] for name in names} for i in order]
     batches: DataLoader[Any] = DataLoader(
         inputs,  # type: ignore[arg-type]
         batch_size=batch_size,

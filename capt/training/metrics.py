@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
+
+from ..tasks.metrics import accuracy, macro_f1
 
 
 def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
@@ -11,8 +12,5 @@ def classification_metrics(logits: Tensor, labels: Tensor) -> dict[str, float]:
 
     Macro-F1 is the mean of F1 over the classes that are labelled or predicted at least once, as scikit-learn has it.
     """
-    predicted, classes = logits.argmax(-1), logits.shape[-1]
-    right = torch.bincount(labels[predicted == labels], minlength=classes).double()
-    shown = (torch.bincount(labels, minlength=classes) + torch.bincount(predicted, minlength=classes)).double()
-    f1 = 2 * right[shown > 0] / shown[shown > 0]
-    return {"accuracy": (predicted == labels).double().mean().item(), "macro_f1": f1.mean().item()}
+    predicted, wanted = logits.argmax(-1).tolist(), labels.tolist()
+    return {"accuracy": accuracy(predicted, wanted), "macro_f1": macro_f1(predicted, wanted, logits.shape[-1])}

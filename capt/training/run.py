@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
     AutoConfig,
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
@@ -23,7 +24,8 @@ from transformers import (
     set_seed,
 )
 
-from ..assets import smollm2
+from ..assets import minilm, smollm2
+from ..backbones import BACKBONES
 from ..model import CaptModel, get_capt_model
 from ..staging import staged, write_json
 from ..tasks import SPLITS, Example, Prompt, encode, label_word_ids
@@ -40,16 +42,22 @@ PROMPT_FILE = "prompt.json"
 
 
 def load_base(model: str, num_labels: int, bf16: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A language model, with its head, and its tokenizer, which is given a token to pad with if it has none.
+    """A language model and its tokenizer, which is given a token to pad with if it has none.
+
+    A decoder or an encoder-decoder comes with its language-model head; an encoder, which has none for a task, without.
 
     Raises:
         OSError: there is no such model. ValueError: a tokenizer with neither a padding nor an end token.
     """
-    source = str(smollm2()) if model == "smollm2" else model
+    embedded = {"smollm2": smollm2, "minilm": minilm}
+    source = str(embedded[model]()) if model in embedded else model
     try:
         config = AutoConfig.from_pretrained(source, num_labels=num_labels)
         tokenizer = AutoTokenizer.from_pretrained(source)
-        loader = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        bidirectional = config.model_type in BACKBONES and not BACKBONES[config.model_type][0].is_causal
+        loader: Any = AutoModel if bidirectional else AutoModelForCausalLM
+        if config.is_encoder_decoder:
+            loader = AutoModelForSeq2SeqLM
         base = loader.from_pretrained(source, config=config, dtype=torch.bfloat16 if bf16 else torch.float32)
     except OSError as error:
         raise OSError(f"model {model!r} cannot be loaded: {error}") from error
@@ -132,15 +140,18 @@ class Training:
         """Trains, evaluates on validation and test, and writes ``config.output_dir``.
 
         The folder holds ``train_config.json``, ``prompt.json``, ``adapter/`` (the best on validation),
-        ``results.json``, ``curve.png`` and the checkpoints.
+        ``results.json``, ``curve.png`` and the checkpoints. Of several processes, as ``accelerate launch`` starts them,
+        the first one writes.
 
         Returns:
             What ``results.json`` holds.
         """
         config, model, folder = self.config, self.model, Path(self.config.output_dir)
-        if self.checkpoint is None:
-            _begin(folder, config, self.prompt)
         trainer = CaptTrainer(model, self.tokenizer, config, folder, self.rows["train"], self.rows["validation"])
+        writes = trainer.is_world_process_zero()
+        trainer.accelerator.wait_for_everyone()  # each has looked whether the folder holds a run
+        if writes and self.checkpoint is None:
+            _begin(folder, config, self.prompt)
         started = time.perf_counter()
         trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         seconds = time.perf_counter() - started
@@ -164,10 +175,12 @@ class Training:
             "metrics": metrics,
             "history": trainer.state.log_history,
         }
-        with staged(folder / "adapter") as target:
-            model.save_pretrained(target)
-        plot_curve(folder / "curve.png", trainer.state.log_history)
-        write_json(folder / "results.json", results)  # last: its presence says that the run is whole
+        if writes:
+            with staged(folder / "adapter") as target:
+                model.save_pretrained(target)
+            plot_curve(folder / "curve.png", trainer.state.log_history)
+            write_json(folder / "results.json", results)  # last: its presence says that the run is whole
+        trainer.accelerator.wait_for_everyone()
         return results
 
 

@@ -1,18 +1,18 @@
-"""transformers' Trainer, told what an adapter's checkpoint is, when it is complete, and how to order rows.
+"""transformers' Trainer, told how to order rows and what the loss is, and which of its checkpoints are complete.
 
 The loop, the optimizers, the schedule, accumulation, early stopping and devices are the Trainer's own.
 """
 
 from __future__ import annotations
 
-import os
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Sampler
 from transformers import (
@@ -22,21 +22,28 @@ from transformers import (
     PrinterCallback,
     ProgressCallback,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_length_grouped_indices
-from transformers.trainer_utils import EvalPrediction, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
 
-from .. import saving
-from ..backbones import backbones_of
 from ..model import CaptModel
-from ..staging import staged
 from .config import TrainConfig
 from .metrics import classification_metrics
 
-#: Files without which a checkpoint cannot be resumed from.
-_CHECKPOINT_FILES = ("adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", TRAINER_STATE_NAME)
+
+class SaveAdapter(TrainerCallback):
+    """Puts the active adapter's two files into each of a Trainer's checkpoints, so that each is an adapter's folder.
+
+    For transformers' own Trainer on a :class:`CaptModel`, which without it writes the same tensors to
+    ``model.safetensors`` alone: enough for its own resumption and ``load_best_model_at_end``.
+    """
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        kwargs["model"].save_pretrained(folder, is_main_process=state.is_world_process_zero)
 
 
 class LengthGroupedBatches(Sampler[int]):
@@ -77,7 +84,7 @@ class _Progress(ProgressCallback):
 class CaptTrainer(Trainer):
     """Trains a classifying :class:`CaptModel` on rows of ``input_ids`` and ``labels``.
 
-    A checkpoint holds the adapter and the optimizer's state, not the base, and appears whole or not at all.
+    A checkpoint holds the adapter and the optimizer's state, not the base.
 
     Args:
         model: the model, adapter active and trainable.
@@ -131,6 +138,10 @@ class CaptTrainer(Trainer):
             remove_unused_columns=False,
             label_names=["labels"],
             dataloader_pin_memory=torch.cuda.is_available(),
+            # Every trainable parameter takes part in every forward.
+            ddp_find_unused_parameters=False,
+            # Unless it is told, several processes without a GPU do not find one another.
+            use_cpu=not torch.accelerator.is_available(),
         )
         super().__init__(
             model=model,
@@ -142,11 +153,13 @@ class CaptTrainer(Trainer):
             compute_loss_func=_mean_loss,
             compute_metrics=_metrics,
             preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
-            callbacks=[EarlyStoppingCallback(config.patience)] if evaluates and config.patience else None,
+            callbacks=[
+                SaveAdapter(),
+                *([EarlyStoppingCallback(config.patience)] if evaluates and config.patience else []),
+            ],
         )
         # The loss is _mean_loss, over the whole accumulated batch: the model need not be told of it.
         self.model_accepts_loss_kwargs = False
-        self._aside: str | None = None
         self.remove_callback(PrinterCallback)
         if not arguments.disable_tqdm:
             self.remove_callback(ProgressCallback)
@@ -154,44 +167,25 @@ class CaptTrainer(Trainer):
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
-        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps
+        # What one optimizer step sees, over all processes.
+        batch = self.args.train_batch_size * self.args.gradient_accumulation_steps * self.args.world_size
         return LengthGroupedBatches([len(row["input_ids"]) for row in rows], batch, self.args.seed)
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        self.accelerator.unwrap_model(self.model).save_pretrained(output_dir or self.args.output_dir)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        capt_model = self.accelerator.unwrap_model(self.model)
-        folder = Path(resume_from_checkpoint)
-        _, tensors = saving.load(folder, backbones_of(capt_model.base)[0])
-        saving.fill(capt_model.adapters[capt_model.active_adapter], tensors, folder)
-
-    def _load_best_model(self) -> None:
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._aside or str(self.args.output_dir)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = str(self.args.output_dir)
-        final = Path(folder) / f"checkpoint-{self.state.global_step}"
-        with staged(final) as target:
-            self._aside = str(target.parent)
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._aside = None
-            if self.state.best_global_step == self.state.global_step:
-                self.state.best_model_checkpoint = str(final)  # not where it lies for the moment
-            self.state.save_to_json(os.path.join(target, TRAINER_STATE_NAME))
-        rotate_checkpoints(folder, self.args.save_total_limit, self.state.best_model_checkpoint)
 
 
 def last_checkpoint(folder: Path) -> Path | None:
     """The newest complete checkpoint in ``folder``."""
     steps = {int(path.name.removeprefix("checkpoint-")): path for path in folder.glob("checkpoint-[0-9]*")}
-    whole = [step for step, path in steps.items() if all((path / name).is_file() for name in _CHECKPOINT_FILES)]
+    whole = [step for step, path in steps.items() if _is_whole(path)]
     return steps[max(whole)] if whole else None
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    """Whether nothing interrupted the writing of ``checkpoint``: the Trainer writes its state last."""
+    try:
+        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return True
 
 
 def _mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:

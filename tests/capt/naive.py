@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.nn.functional import adaptive_avg_pool1d, conv1d
 from transformers import (
+    BertConfig,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -20,6 +22,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    RobertaConfig,
+    RobertaModel,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -49,6 +53,15 @@ T5_SMALL = {
     "pad_token_id": 0,
     "eos_token_id": 1,
 }
+BERT_SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 600,
+    "pad_token_id": 0,
+}
 FAMILIES = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
     "mistral": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=3)),
@@ -60,8 +73,12 @@ FAMILIES = {
     "flan-t5": lambda: T5ForConditionalGeneration(
         T5Config(**T5_SMALL, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
     ),
+    "bert": lambda: BertModel(BertConfig(**BERT_SMALL)),
+    # Its positions are counted from behind the padding token's id.
+    "roberta": lambda: RobertaModel(RobertaConfig(**BERT_SMALL | {"pad_token_id": 1}), add_pooling_layer=False),
 }
 DECODERS = ("llama", "mistral", "qwen2", "qwen3")
+ENCODERS = ("bert", "roberta")
 
 
 def make_base(family, dtype=torch.float64):
@@ -73,6 +90,8 @@ def make_base(family, dtype=torch.float64):
             p.data = torch.randn_like(p) * (
                 1.0 if "embed" in name or "shared" in name or "relative" in name else p.shape[-1] ** -0.5
             )
+        elif family in ENCODERS:  # biases, and the weights of LayerNorms
+            p.data += 0.3 * torch.randn_like(p)
     base.tie_weights()
     return base
 
@@ -146,13 +165,52 @@ def _part(stack, layers, last):
     return part, kept
 
 
-def run_sample(base, config, adapter, tokens, member):
+def _overwriter(config, parameters, lead, member, inserts):
+    """A hook in front of a layer that writes the slots; ``inserts``: there are none yet."""
+
+    def overwrite(module, args, kwargs):
+        hidden = args[0][0] if args else kwargs["hidden_states"][0]
+        slots = 0 if inserts else config.slots
+        front, old, behind = hidden.split([lead, slots, len(hidden) - lead - slots])
+        new = slot_values(config, parameters, None if inserts else old, torch.cat([front, behind]), member)
+        return (torch.cat([front, new, behind])[None], *args[1:]), kwargs
+
+    return overwrite
+
+
+def _run_encoder(stack, config, prompted, parameters, tokens, member, token_types):
+    """BERT's own forward on word embeddings; its layers take slots as they come, since nothing else counts rows."""
+    lead = min(config.lead, len(tokens))
+    moved = config.slots if config.positions == "shift" and prompted[0] == 0 else 0
+    first = stack.config.pad_token_id + 1 if stack.config.model_type == "roberta" else 0
+    places = [first + i + (moved if i >= lead else 0) for i in range(len(tokens))]
+    handles = [
+        stack.encoder.layer[i].register_forward_pre_hook(
+            _overwriter(config, parameters[j], lead, member, inserts=j == 0), with_kwargs=True
+        )
+        for j, i in enumerate(prompted)
+    ]
+    try:
+        out = stack(
+            inputs_embeds=tokens[None],
+            position_ids=torch.tensor([places]),
+            token_type_ids=None if token_types is None else token_types[None],
+        ).last_hidden_state[0]
+    finally:
+        for handle in handles:
+            handle.remove()
+    return out[lead : lead + config.slots], torch.cat([out[:lead], out[lead + config.slots :]])
+
+
+def run_sample(base, config, adapter, tokens, member, token_types=None):
     """One sequence of embeddings ``[n, D]`` through the stack: processed slots ``[S, D]``, tokens ``[n, D]``."""
+    prompted = list(adapter.capsules.layers)
+    parameters = [{k: v[j] for k, v in adapter.capsules.named_parameters(recurse=False)} for j in range(len(prompted))]
+    if base.config.model_type in ENCODERS:
+        return _run_encoder(base.base_model, config, prompted, parameters, tokens, member, token_types)
     stack = base.encoder if hasattr(base, "encoder") else base.model
     t5 = hasattr(stack, "block")
     total = len(stack.block if t5 else stack.layers)
-    prompted = list(adapter.capsules.layers)
-    parameters = [{k: v[j] for k, v in adapter.capsules.named_parameters(recurse=False)} for j in range(len(prompted))]
     lead, slots = min(config.lead, len(tokens)), config.slots
     if prompted[0]:
         part, kept = _part(stack, range(prompted[0]), last=False)
@@ -164,17 +222,12 @@ def run_sample(base, config, adapter, tokens, member):
     if config.positions == "keep":
         places = torch.cat([torch.arange(lead), torch.zeros(slots, dtype=torch.long), torch.arange(lead, len(tokens))])
     part, kept = _part(stack, range(prompted[0], total), last=True)
-    handles = []
-    for j, i in enumerate(prompted[1:], 1):
-
-        def overwrite(module, args, kwargs, j=j):
-            hidden = args[0][0] if args else kwargs["hidden_states"][0]
-            front, old, behind = hidden.split([lead, slots, len(hidden) - lead - slots])
-            new = slot_values(config, parameters[j], old, torch.cat([front, behind]), member)
-            hidden = torch.cat([front, new, behind])[None]
-            return (hidden, *args[1:]), kwargs
-
-        handles.append(kept[i - prompted[0]].register_forward_pre_hook(overwrite, with_kwargs=True))
+    handles = [
+        kept[i - prompted[0]].register_forward_pre_hook(
+            _overwriter(config, parameters[j], lead, member, inserts=False), with_kwargs=True
+        )
+        for j, i in enumerate(prompted[1:], 1)
+    ]
     try:
         # Without a mask transformers takes repeated positions for several sequences packed into one.
         mask = torch.ones(1, len(rows), dtype=torch.long)

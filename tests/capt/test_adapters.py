@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import (
-    BertConfig,
-    BertModel,
+    GPT2Config,
+    GPT2Model,
     LlamaConfig,
     LlamaModel,
 )
@@ -30,35 +30,6 @@ def test_vectors_and_their_gradients_stay_fp32_on_a_bf16_base():
     vectors.grad.fill_(1e-3)
     optimizer.step()
     assert (vectors != 1.0).all()
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("family", ["llama", "t5"])
-def test_gradient_checkpointing_gives_the_same_gradient(family, when, reentrant):
-    ids, mask = batch_of((4, 6), "left")
-    labels = ids.masked_fill(mask == 0, -100)
-    grads, kept = [], []
-    for checkpointing in (False, True):
-        base = make_base(family)
-        for module in base.modules():
-            if isinstance(module, torch.nn.Dropout):
-                module.p = 0.0
-        if checkpointing and when == "before":
-            base.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model = get_capt_model(base, CaptConfig(lead=1)).double().train()
-        if checkpointing and when == "after":
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        model.backend = "reference"
-        count = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, c=count: c.append(t.nbytes) or t, lambda t: t):
-            loss = model(input_ids=ids, attention_mask=mask, labels=labels).loss
-        loss.backward()
-        grads.append(model.adapters["default"].capsules.vectors.grad)
-        kept.append(sum(count))
-    torch.testing.assert_close(grads[1], grads[0], rtol=1e-9, atol=1e-9)
-    assert grads[0].abs().max() > 0
-    assert kept[1] < kept[0]
 
 
 def test_only_the_capsules_train():
@@ -174,11 +145,8 @@ def test_unloading_gives_the_base_back_and_merging_says_why_not():
 
 
 def test_bases_that_do_not_fit():
-    with pytest.raises(NotImplementedError, match="model_type 'bert' are not supported; supported: llama"):
-        get_capt_model(
-            BertModel(BertConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=8)),
-            CaptConfig(),
-        )
+    with pytest.raises(NotImplementedError, match="model_type 'gpt2' are not supported; supported: llama"):
+        get_capt_model(GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2)), CaptConfig())
     with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
         get_capt_model(torch.nn.Linear(2, 2), CaptConfig())
     with pytest.raises(ValueError, match="CaptConfig, got dict"):

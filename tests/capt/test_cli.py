@@ -12,6 +12,7 @@ import torch
 
 from capt import cli
 from capt.cli import main
+from capt.training.trainer import last_checkpoint
 
 from .tiny import save_llama, write_reviews
 
@@ -217,7 +218,7 @@ def test_ctrl_c_leaves_the_last_checkpoint(sources, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     program = subprocess.Popen([*command, "--max-steps", "100000"], stderr=subprocess.PIPE, text=True, env=environment)
     deadline = time.monotonic() + 120
-    while not list(folder.glob("checkpoint-*")) and time.monotonic() < deadline and program.poll() is None:
+    while last_checkpoint(folder) is None and time.monotonic() < deadline and program.poll() is None:
         time.sleep(0.05)
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=60)

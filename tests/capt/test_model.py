@@ -8,11 +8,15 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
+    BertConfig,
+    BertForSequenceClassification,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
     Qwen2Config,
     Qwen2ForSequenceClassification,
+    RobertaConfig,
+    RobertaForSequenceClassification,
     T5Config,
     T5EncoderModel,
     T5ForSequenceClassification,
@@ -20,7 +24,7 @@ from transformers import (
 
 from capt import CaptConfig, get_capt_model
 
-from .naive import DECODERS, FAMILIES, SMALL, T5_SMALL, batch_of, randomise
+from .naive import FAMILIES, SMALL, T5_SMALL, batch_of, randomise
 from .small import classifier, wrapped
 
 # --- padding and positions
@@ -32,11 +36,11 @@ def test_a_padded_row_equals_the_row_alone(family, side):
     """Positions count real tokens; for T5 physical ones would be far off with three left pads."""
     model = wrapped(family, lead=1)
     ids, mask = batch_of((3, 6), side, longest=6)
-    extra = {"decoder_input_ids": torch.tensor([[0, 9]] * 2)} if family not in DECODERS else {}
+    extra = {"decoder_input_ids": torch.tensor([[0, 9]] * 2)} if model.config.is_encoder_decoder else {}
     real = mask[0].bool()
     among = model(input_ids=ids, attention_mask=mask, **extra)
     alone = model(input_ids=ids[:1, real], **{k: v[:1] for k, v in extra.items()})
-    name = "logits" if family in DECODERS else "encoder_last_hidden_state"
+    name = "encoder_last_hidden_state" if extra else next(iter(alone))
     torch.testing.assert_close(among[name][:1, real], alone[name], rtol=1e-9, atol=1e-9)
     if extra:
         torch.testing.assert_close(among.logits[:1], alone.logits, rtol=1e-9, atol=1e-9)
@@ -44,15 +48,15 @@ def test_a_padded_row_equals_the_row_alone(family, side):
     assert among[name].shape[:2] == ids.shape
 
 
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_an_all_padding_row_is_finite_and_stays_alone(family):
     model = wrapped(family)
     ids, mask = batch_of((4, 0, 6), "right")
     extra = {"decoder_input_ids": torch.tensor([[0, 9]] * 3)} if family == "t5" else {}
-    out = model(input_ids=ids, attention_mask=mask, **extra).logits
+    out = model(input_ids=ids, attention_mask=mask, **extra)[0]
     assert out.isfinite().all()
     keep = torch.tensor([0, 2])
-    without = model(input_ids=ids[keep], attention_mask=mask[keep], **{k: v[keep] for k, v in extra.items()}).logits
+    without = model(input_ids=ids[keep], attention_mask=mask[keep], **{k: v[keep] for k, v in extra.items()})[0]
     torch.testing.assert_close(out[keep], without, rtol=1e-9, atol=1e-9)
     out[keep].square().sum().backward()
     grad = model.adapters["default"].capsules.vectors.grad
@@ -62,13 +66,17 @@ def test_an_all_padding_row_is_finite_and_stays_alone(family):
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_padding_embeddings_may_hold_anything(bad):
-    model = wrapped("llama")
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_padding_embeddings_may_hold_anything(family, bad):
+    model = wrapped(family)
     ids, mask = batch_of((4, 6), "left")
     embeds = model.base.get_input_embeddings()(ids)
-    want = model(inputs_embeds=embeds, attention_mask=mask).logits
-    dirty = embeds.masked_fill(~mask.bool()[..., None], bad)
-    assert torch.equal(model(inputs_embeds=dirty, attention_mask=mask).logits, want)
+    want = model(inputs_embeds=embeds, attention_mask=mask)[0]
+    dirty = embeds.masked_fill(~mask.bool()[..., None], bad).requires_grad_()
+    got = model(inputs_embeds=dirty, attention_mask=mask)[0]
+    assert torch.equal(got, want)
+    got.square().sum().backward()
+    assert dirty.grad.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.float32])
@@ -110,7 +118,13 @@ def test_the_last_token_is_pooled_whatever_the_padding():
 
 
 @pytest.mark.parametrize(
-    ("kind", "config"), [(LlamaForSequenceClassification, LlamaConfig), (Qwen2ForSequenceClassification, Qwen2Config)]
+    ("kind", "config"),
+    [
+        (LlamaForSequenceClassification, LlamaConfig),
+        (Qwen2ForSequenceClassification, Qwen2Config),
+        (BertForSequenceClassification, BertConfig),
+        (RobertaForSequenceClassification, RobertaConfig),
+    ],
 )
 def test_ids_and_embeddings_agree_even_where_a_real_token_is_the_pad(kind, config):
     model = classifier(kind, config)

@@ -7,7 +7,7 @@ import torch
 
 from capt import CaptConfig, get_capt_model
 
-from .naive import DECODERS, batch_of, make_base, randomise, run_sample
+from .naive import ENCODERS, batch_of, make_base, randomise, run_sample
 
 VARIANTS = ("addition", "prepending", "extraction", "projection")
 DEPTHS = ("all", "input", "first_half", "latter_half", "odd", [1, 3])
@@ -22,13 +22,13 @@ def check(family, config, side="left", lengths=LENGTHS, pool=False):
     adapter = model.adapters["default"]
     ids, mask = batch_of(lengths, side)
     pool_mask = (torch.rand(mask.shape) < 0.6).long() if pool else None
-    encoder_decoder = hasattr(base, "encoder")
+    encoder_decoder = base.config.is_encoder_decoder
     if encoder_decoder:
         decoder_ids = torch.tensor([[0, 5, 7]] * len(lengths))
         got = model(input_ids=ids, attention_mask=mask, pool_mask=pool_mask, decoder_input_ids=decoder_ids)
         got = [got.encoder_last_hidden_state, got.logits]
     else:
-        got = [model(input_ids=ids, attention_mask=mask, pool_mask=pool_mask).logits]
+        got = [model(input_ids=ids, attention_mask=mask, pool_mask=pool_mask)[0]]
 
     want = [torch.zeros_like(g) for g in got]
     for row, real in enumerate(mask.bool()):
@@ -41,7 +41,7 @@ def check(family, config, side="left", lengths=LENGTHS, pool=False):
             memory = torch.cat([tokens[:lead], slots, tokens[lead:]]) if config.expose_slot else tokens
             want[1][row] = base(encoder_outputs=(memory[None],), decoder_input_ids=decoder_ids[row : row + 1]).logits[0]
         else:
-            want[0][row, real] = base.lm_head(tokens)
+            want[0][row, real] = tokens if family in ENCODERS else base.lm_head(tokens)
     incoming = [torch.randn_like(g) for g in got]
     trained = [p for p in model.parameters() if p.requires_grad]
     got_grads = torch.autograd.grad(got, trained, incoming) if trained else []
@@ -56,12 +56,12 @@ def check(family, config, side="left", lengths=LENGTHS, pool=False):
 
 @pytest.mark.parametrize("depth", DEPTHS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("family", ["llama", "qwen2", "t5"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "t5", "bert"])
 def test_variants_and_depths(family, variant, depth):
     check(family, CaptConfig(variant=variant, depth=depth, rank=3))
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3", "flan-t5"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3", "flan-t5", "roberta"])
 @pytest.mark.parametrize("side", ["left", "right", "holes"])
 def test_families_and_padding_sides(family, side):
     check(family, CaptConfig(), side, lengths=(5, 1, 12, 9))
@@ -87,10 +87,10 @@ OPTIONS = {
 
 
 @pytest.mark.parametrize("name", OPTIONS)
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
 def test_options(family, name):
-    if name.startswith("slot hidden") and family in DECODERS:
-        pytest.skip("a decoder-only base has no decoder to hide the slot from")
+    if name.startswith("slot hidden") and family != "t5":
+        pytest.skip("a base of one stack has no decoder to hide the slot from")
     check(family, OPTIONS[name])
 
 
@@ -98,10 +98,11 @@ def test_options(family, name):
 def test_pool_mask(variant):
     check("llama", CaptConfig(variant=variant, length=2, rank=3, lead=1), "holes", lengths=(6, 3, 9), pool=True)
     check("t5", CaptConfig(variant=variant, rank=3), "left", lengths=(6, 3, 9), pool=True)
+    check("bert", CaptConfig(variant=variant, length=2, rank=3, lead=1), "holes", lengths=(6, 3, 9), pool=True)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", ["llama", "t5"])
+@pytest.mark.parametrize("family", ["llama", "t5", "roberta"])
 def test_attention_implementations_agree(family, implementation):
     base = make_base(family)
     base.set_attn_implementation(implementation)
@@ -109,6 +110,6 @@ def test_attention_implementations_agree(family, implementation):
     randomise(model)
     ids, mask = batch_of((4, 7), "left")
     extra = {"decoder_input_ids": ids[:, :2]} if family == "t5" else {}
-    mixed = model(input_ids=ids, attention_mask=mask, **extra).logits
-    alone = model(input_ids=ids[:1, 3:], **{k: v[:1] for k, v in extra.items()}).logits
+    mixed = model(input_ids=ids, attention_mask=mask, **extra)[0]
+    alone = model(input_ids=ids[:1, 3:], **{k: v[:1] for k, v in extra.items()})[0]
     torch.testing.assert_close(mixed[:1, -alone.shape[1] :], alone, rtol=1e-9, atol=1e-9)

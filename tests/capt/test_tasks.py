@@ -1,11 +1,11 @@
 import json
-import os
+import string
 from pathlib import Path
 
 import pytest
 
 from capt import assets, tasks
-from capt.tasks import Prompt, encode, label_word_ids, load_task
+from capt.tasks import Prompt, encode, few, label_word_ids, load_task, with_noise
 from capt.tasks.task import cut_rows
 
 from .tiny import save_tokenizer, write_reviews
@@ -19,19 +19,6 @@ def tokenizer(tmp_path):
 def write_lines(path: Path, lines) -> str:
     path.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return str(path)
-
-
-def superglue_folder(folder: Path, train, val) -> Path:
-    folder.mkdir()
-    write_lines(folder / "train.jsonl", map(json.dumps, train))
-    write_lines(folder / "val.jsonl", map(json.dumps, val))
-    return folder
-
-
-RTE = [
-    {"premise": f"it rains {i}", "hypothesis": "it is wet", "label": ("entailment", "not_entailment")[i % 2], "idx": i}
-    for i in range(20)
-]
 
 
 # --- splits -----------------------------------------------------------------------------------------------------------
@@ -51,6 +38,49 @@ def test_no_split_is_left_empty():
     assert all(cut_rows(rows, {"train": 0.8, "validation": 0.1, "test": 0.1}, 0, "file").values())
     with pytest.raises(ValueError, match=r"x\.csv has 2 rows: too few to cut into train, validation, test"):
         cut_rows(rows[:2], {"train": 0.8, "validation": 0.1, "test": 0.1}, 0, "x.csv")
+
+
+def test_rows_of_one_group_stay_together():
+    rows = [{"text": str(i), "page": str(i // 5), "label": "a"} for i in range(100)]
+    cut = cut_rows(rows, {"train": 0.9, "validation": 0.1}, 0, "file", together="page")
+    pages = {name: {row["page"] for row in part} for name, part in cut.items()}
+    assert {name: len(part) for name, part in cut.items()} == {"train": 90, "validation": 10}
+    assert len(pages["validation"]) == 2
+    assert not pages["train"] & pages["validation"]
+    with pytest.raises(ValueError, match="x has 1 different pages: too few to cut into train, validation"):
+        cut_rows(rows[:5], {"train": 0.9, "validation": 0.1}, 0, "x", together="page")
+
+
+# --- training rows made noisy, or few ---------------------------------------------------------------------------------
+
+
+def test_noise_is_special_characters_at_random_places():
+    prompt = Prompt("rte {a} {b}", "a", ("x", "y"))
+    rows = [{"a": "it rains in the valley " * 4, "b": "wet", "label": "x", "group": "g.1"}] * 3
+    noisy = with_noise(rows, prompt, 0.25, seed=3)
+    for row in noisy:
+        added = [c for c in row["a"] if c in string.punctuation]
+        assert len(added) == round(0.25 * len(rows[0]["a"])) == 23
+        assert "".join(c for c in row["a"] if c not in string.punctuation) == rows[0]["a"]
+        assert len(row["b"]) == 4
+        assert (row["label"], row["group"]) == ("x", "g.1")
+    assert len({row["a"] for row in noisy}) == 3
+    assert noisy == with_noise(rows, prompt, 0.25, seed=3) != with_noise(rows, prompt, 0.25, seed=4)
+    assert with_noise(rows, prompt, 0.0, seed=3) == rows
+    with pytest.raises(ValueError, match="noise must be a share of the text of at least 0, got -1"):
+        with_noise(rows, prompt, -1, seed=0)
+
+
+def test_few_rows_hold_every_label():
+    rows = [{"text": str(i), "label": "rare" if i < 3 else "often"} for i in range(60)]
+    four = few(rows, 4, seed=1)
+    assert sorted(row["label"] for row in four) == ["often", "often", "rare", "rare"]
+    assert len({row["text"] for row in few(rows, 32, seed=1)}) == 32
+    assert sum(row["label"] == "rare" for row in few(rows, 32, seed=1)) == 3
+    assert few(rows, 4, seed=1) == four != few(rows, 4, seed=2)
+    for count in (0, 61):
+        with pytest.raises(ValueError, match=f"shots must be between 1 and the 60 training rows, got {count}"):
+            few(rows, count, seed=0)
 
 
 # --- embedded tasks ---------------------------------------------------------------------------------------------------
@@ -84,111 +114,6 @@ def test_movie_reviews_keep_ratings_beyond_the_threshold(tmp_path, monkeypatch):
         "film 4": "positive",
         "film 5": "negative",
     }
-
-
-# --- SuperGLUE --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nested", [False, True])
-def test_official_layout(tmp_path, nested):
-    if nested:
-        (tmp_path / "data").mkdir()
-    superglue_folder(tmp_path / ("data/RTE" if nested else "data"), RTE, RTE[:3])
-    task = load_task("rte", data_dir=str(tmp_path / "data"))
-    assert {name: len(rows) for name, rows in task.splits.items()} == {"train": 18, "validation": 2, "test": 3}
-    assert task.prompt.render(task.splits["test"][0]) == "rte sentence1: it rains 0 sentence2: it is wet"
-    assert task.splits["test"][0]["label"] == "entailment"
-
-
-@pytest.mark.parametrize(
-    ("name", "row", "label", "prompt"),
-    [
-        ("boolq", {"passage": "P", "question": "q", "label": True}, "True", "boolq passage: P question: q"),
-        (
-            "wic",
-            {"sentence1": "A", "sentence2": "B", "word": "w", "label": False},
-            "False",
-            "wic sentence1: A sentence2: B word: w",
-        ),
-        (
-            "copa",
-            {"choice1": "A", "choice2": "B", "premise": "P", "question": "cause", "label": 1},
-            "choice2",
-            "copa choice1: A choice2: B premise: P question: cause",
-        ),
-        ("cb", {"premise": "P", "hypothesis": "H", "label": "neutral"}, "neutral", "cb sentence1: P sentence2: H"),
-    ],
-)
-def test_labels_and_templates_of_superglue(tmp_path, name, row, label, prompt):
-    folder = superglue_folder(tmp_path / "data", [row] * 4, [row])
-    task = load_task(name, data_dir=str(folder))
-    assert task.splits["test"][0]["label"] == label
-    assert task.prompt.render(task.splits["test"][0]) == prompt
-
-
-def test_hub_rows_carry_integer_labels(monkeypatch):
-    asked = []
-
-    def load_dataset(dataset, config, split):
-        asked.append((config, split))
-        return [{**row, "label": i % 2} for i, row in enumerate(RTE)]
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    task = load_task("rte")
-    assert asked == [("rte", "train"), ("rte", "validation")]
-    assert [row["label"] for row in task.splits["test"][:2]] == ["entailment", "not_entailment"]
-
-
-def test_no_connection(monkeypatch):
-    def load_dataset(*_, **__):
-        raise ConnectionError("Couldn't reach the hub")
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    with pytest.raises(OSError, match=r"Couldn't reach the hub\. Without a connection, data_dir names a folder"):
-        load_task("rte")
-
-
-def test_real_superglue_folder():
-    folder = os.environ.get("CAPT_DATA_DIR", "")
-    if not Path(folder, "RTE", "train.jsonl").is_file():
-        pytest.skip("CAPT_DATA_DIR names no folder with the official SuperGLUE files")
-    sizes = {name: {k: len(v) for k, v in load_task(name, data_dir=folder).splits.items()} for name in ("rte", "cb")}
-    assert sizes == {
-        "rte": {"train": 2241, "validation": 249, "test": 277},
-        "cb": {"train": 225, "validation": 25, "test": 56},
-    }
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ('{"premise": "a", ', r"train\.jsonl, line 2: not JSON"),
-        ("[1, 2]", r"train\.jsonl, line 2: a JSON object is wanted, got list"),
-        ('{"premise": "a", "label": "entailment"}', r"train\.jsonl, line 2: there is no field 'hypothesis'; there are"),
-        (
-            '{"premise": "a", "hypothesis": "b", "label": "maybe"}',
-            r"line 2: label 'maybe' was not seen .*entailment, not_ent",
-        ),
-        ('{"premise": "a", "hypothesis": "b", "label": 2}', r"line 2: label '2' was not seen"),
-        ('{"premise": " ", "hypothesis": "b", "label": 0}', r"train\.jsonl, line 2: premise is empty"),
-        ('{"premise": 5, "hypothesis": "b", "label": 0}', r"line 2: premise must be a string, got 5"),
-        ('{"premise": "a", "hypothesis": "b", "label": null}', r"line 2: label must be .*got None"),
-    ],
-)
-def test_a_malformed_line_is_named(tmp_path, line, message):
-    folder = superglue_folder(tmp_path / "data", RTE, RTE)
-    write_lines(folder / "train.jsonl", [json.dumps(RTE[0]), line])
-    with pytest.raises(ValueError, match=message):
-        load_task("rte", data_dir=str(folder))
-
-
-def test_missing_and_empty_splits(tmp_path):
-    folder = superglue_folder(tmp_path / "data", RTE, [])
-    with pytest.raises(ValueError, match=r"val\.jsonl: the file holds no rows"):
-        load_task("rte", data_dir=str(folder))
-    (folder / "val.jsonl").unlink()
-    with pytest.raises(FileNotFoundError, match=r"no val split.*val\.jsonl"):
-        load_task("rte", data_dir=str(folder))
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -284,7 +209,7 @@ def test_template_and_words_can_be_replaced(tmp_path):
 
 
 def test_every_task_is_listed():
-    assert set(tasks.TASKS) == {"trec", "movie-reviews", "file", "rte", "cb", "boolq", "wic", "copa"}
+    assert set(tasks.TASKS) == {"trec", "movie-reviews", "file", "rte", "cb", "boolq", "wic", "copa", "multirc", "csqa"}
 
 
 # --- label words and truncation ---------------------------------------------------------------------------------------
@@ -330,6 +255,16 @@ def test_text_that_truncates_to_nothing(tokenizer):
     rows = [{"text": "fine", "label": "a"}, {"text": "the film was fine", "label": "a"}]
     with pytest.raises(ValueError, match=r"train, example 1: max_length leaves 4 tokens, and the template .* takes 4"):
         encode(rows, prompt, tokenizer, 4, "train")
+
+
+def test_a_prompt_of_which_nothing_may_be_cut(tokenizer):
+    prompt = Prompt("review: {text} sentiment:", None, ("a", "b"))
+    rows = [{"text": "fine", "label": "a"}, {"text": "the film was fine", "label": "a"}]
+    assert len(encode(rows, prompt, tokenizer, 8, "train")[1]["input_ids"]) == 8
+    with pytest.raises(
+        ValueError, match=r"train, example 2: max_length leaves 7 tokens, the prompt takes more, and it m"
+    ):
+        encode(rows, prompt, tokenizer, 7, "train")
 
 
 def test_unlabelled_texts_have_no_labels(tokenizer):

@@ -1,0 +1,60 @@
+"""BERT and RoBERTa on packed rows: the base's own modules around capt_kernels' attention.
+
+All but attention works row by row, so the base's own LayerNorm, activation, dropout and Linear modules are called. The
+base is frozen, so a layer keeps for its backward the rows in front of each norm, q, k, v, the attention's output and
+log-sum-exp, the activation's input, and two numbers a row for each norm. With ``memory="min"`` the attention's output
+and the activation's input go, and are computed again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from capt_kernels import capsule_refresh
+
+from ..layout import Layout
+from .bert import BertBackbone, BertContext
+from .packed import PackedBackbone, attend_packed, obstacle_in
+from .stream import Refresh, Stream
+
+
+class PackedBertBackbone(PackedBackbone, BertBackbone):
+    """Runs a BERT without padding and without masks."""
+
+    def obstacle(self, positions: str) -> str | None:
+        """Why this base has to run on the reference backbone as it is now, or None."""
+        layers: Any = self.layers()
+        if self.stack.training and any(layer.attention.self.dropout.p for layer in layers):
+            return "its attention drops out in training"
+        return obstacle_in(self.stack, [part for layer in layers for part in _parts(layer)])
+
+    def context(self, rows: Tensor, layout: Layout, positions: str) -> BertContext:
+        """No mask: attention needs the layout's offsets alone."""
+        return BertContext(None)
+
+    def layers(self) -> nn.ModuleList:
+        return self.stack.encoder.layer
+
+    def process(
+        self, layer: Any, stream: Stream, layout: Layout, context: BertContext, refresh: Refresh | None
+    ) -> Stream:
+        own, first, second = layer.attention.self, layer.attention.output, layer.output
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attend_packed(q, k, v, layout, causal=False, scale=own.scaling)
+
+        def feed_forward(total: Tensor) -> tuple[Tensor, Tensor]:
+            normed = first.LayerNorm(total)
+            return normed, second.dense(layer.intermediate(normed))
+
+        rows = stream.rows if refresh is None else capsule_refresh(stream.rows, **refresh.arguments(layout))
+        heads = (own.num_attention_heads, own.attention_head_size)
+        attended = self.kept(attend, *(part(rows).unflatten(-1, heads) for part in (own.query, own.key, own.value)))
+        normed, branch = self.kept(feed_forward, first.dropout(first.dense(attended)) + rows)
+        return Stream(second.LayerNorm(second.dropout(branch) + normed))
+
+
+def _parts(layer: Any) -> list[nn.Module]:
+    return [layer, layer.attention, layer.attention.self, layer.attention.output, layer.output]
