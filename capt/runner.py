@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -60,6 +61,8 @@ class Runner:
             raise NotImplementedError(
                 f"memory 'min' wants the fused backend: {obstacle}; gradient_checkpointing_enable() works on both"
             )
+        if self.backend == "auto" and self.reference.stack.training:
+            warnings.warn(f"{type(self._base).__name__} trains on the slower reference backend: {obstacle}", stacklevel=2)
         return self.reference
 
     # torch.compile goes on inside, where a layer has a graph.

@@ -27,7 +27,7 @@ class PackedBertBackbone(PackedBackbone, BertBackbone):
         """Why this base has to run on the reference backbone as it is now, or None."""
         layers: Any = self.layers()
         if self.stack.training and any(layer.attention.self.dropout.p for layer in layers):
-            return "its attention drops out in training"
+            return "its attention drops out in training (load it with attention_probs_dropout_prob=0)"
         return obstacle_in(self.stack, [part for layer in layers for part in _parts(layer)])
 
     def context(self, rows: Tensor, layout: Layout, positions: str) -> BertContext:

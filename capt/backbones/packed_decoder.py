@@ -36,7 +36,7 @@ class PackedDecoderBackbone(PackedBackbone, DecoderBackbone):
         if self.config.hidden_act not in ACTIVATIONS:
             return f"its activation {self.config.hidden_act!r} has no fused form"
         if self.stack.training and getattr(self.config, "attention_dropout", 0.0):
-            return "its attention drops out in training"
+            return "its attention drops out in training (load it with attention_dropout=0)"
         watched = [m for layer in self.stack.layers for m in (layer, layer.self_attn, layer.mlp, *_norms(layer))]
         return obstacle_in(self.stack, [*watched, self.stack.norm])
 

@@ -34,7 +34,7 @@ class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
         if self.config.dense_act_fn not in ACTIVATIONS:
             return f"its activation {self.config.dense_act_fn!r} has no fused form"
         if self.stack.training and self.config.dropout_rate:
-            return "its attention drops out in training"
+            return "its attention drops out in training (load it with dropout_rate=0)"
         if positions == "keep":
             return (
                 "positions='keep' gives a slot and a token one distance, which a table of distances between rows lacks"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -173,3 +174,13 @@ def test_low_precision(dtype, autocast):
     for true, plain, fused in zip(*results.values(), strict=True):
         allowed = 2 * (plain - true).abs().max() + torch.finfo(dtype).eps * true.abs().max()
         assert (fused - true).abs().max() <= allowed
+
+
+def test_auto_says_why_training_is_slow():
+    model = wrapped("bert").train()
+    with pytest.warns(UserWarning, match=r"reference backend: its attention drops out .*attention_probs_dropout_prob=0"):
+        model(input_ids=torch.full((1, 3), 5))
+    model.backend = "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=torch.full((1, 3), 5))
