@@ -62,7 +62,8 @@ class Runner:
                 f"memory 'min' wants the fused backend: {obstacle}; gradient_checkpointing_enable() works on both"
             )
         if self.backend == "auto" and self.reference.stack.training:
-            warnings.warn(f"{type(self._base).__name__} trains on the slower reference backend: {obstacle}", stacklevel=2)
+            base = type(self._base).__name__
+            warnings.warn(f"{base} trains on the slower reference backend: {obstacle}", stacklevel=2)
         return self.reference
 
     # torch.compile goes on inside, where a layer has a graph.

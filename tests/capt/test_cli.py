@@ -223,11 +223,9 @@ def test_ctrl_c_leaves_the_last_checkpoint(sources, tmp_path):
     program.send_signal(signal.SIGINT)
     _, err = program.communicate(timeout=60)
     assert program.returncode == 130, err
-    assert len(err.splitlines()) == 1, err
-    assert "go on with --resume" in err
-    checkpoints = list(folder.glob("checkpoint-*"))
-    assert checkpoints
-    assert all((path / "trainer_state.json").is_file() for path in checkpoints)
+    # transformers may have said before that it cannot tell which of two quick checkpoints is the older.
+    assert "Traceback" not in err
+    assert err.splitlines()[-1] == f"capt: interrupted; {last_checkpoint(folder)} is whole, go on with --resume"
 
 
 def test_output_into_a_closed_pipe(run):

@@ -178,7 +178,7 @@ def test_low_precision(dtype, autocast):
 
 def test_auto_says_why_training_is_slow():
     model = wrapped("bert").train()
-    with pytest.warns(UserWarning, match=r"reference backend: its attention drops out .*attention_probs_dropout_prob=0"):
+    with pytest.warns(UserWarning, match=r"reference backend: its attention drops .*attention_probs_dropout_prob=0"):
         model(input_ids=torch.full((1, 3), 5))
     model.backend = "reference"
     with warnings.catch_warnings():
