@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from capt_kernels import add_rms_norm, capsule_attention, capsule_prepend
@@ -73,6 +74,44 @@ class PackedBackbone:
         if self.memory == "full" or not (worthwhile and trains):
             return function(*tensors)
         return checkpoint(function, *tensors, use_reentrant=False)
+
+
+def project(modules: Sequence[nn.Module], rows: Tensor) -> Sequence[Tensor]:
+    """What each of ``modules``, which read the same ``rows [R, D]``, makes of them.
+
+    Plain frozen Linears form the gradient of the rows as one running sum inside their products, where autograd would
+    write each module's share and add them in further passes. All others are called as they are.
+    """
+    kind = rows.device.type
+    shared = torch.is_grad_enabled() and rows.requires_grad and not torch.is_autocast_enabled(kind)
+    if not (shared and all(_is_frozen_linear(module, rows.dtype) for module in modules)):
+        return [module(rows) for module in modules]
+    weights: list[Any] = [tensor for module in modules for tensor in (module.weight, module.bias)]
+    return _SharedRows.apply(rows, *weights)
+
+
+def _is_frozen_linear(module: nn.Module, dtype: torch.dtype) -> bool:
+    if type(module) is not nn.Linear or not is_plain(module):
+        return False
+    own = [p for p in (module.weight, module.bias) if p is not None]
+    return all(type(p.data) is Tensor and p.dtype == dtype and not p.requires_grad for p in own)
+
+
+class _SharedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(*weights[::2])
+        pairs = zip(weights[::2], weights[1::2], strict=True)
+        return tuple(nn.functional.linear(rows, weight, bias) for weight, bias in pairs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total: Tensor | None = None
+        for grad, weight in zip(grads, ctx.saved_tensors, strict=True):
+            if grad is not None:
+                total = grad @ weight if total is None else total.addmm_(grad, weight)
+        return (total, *[None] * (2 * len(grads)))
 
 
 def attend_packed(q: Tensor, k: Tensor, v: Tensor, layout: Layout, **options: Any) -> Tensor:

@@ -16,7 +16,7 @@ from capt_kernels import capsule_refresh
 
 from ..layout import Layout
 from .bert import BertBackbone, BertContext
-from .packed import PackedBackbone, attend_packed, obstacle_in
+from .packed import PackedBackbone, attend_packed, obstacle_in, project
 from .stream import Refresh, Stream
 
 
@@ -51,7 +51,8 @@ class PackedBertBackbone(PackedBackbone, BertBackbone):
 
         rows = stream.rows if refresh is None else capsule_refresh(stream.rows, **refresh.arguments(layout))
         heads = (own.num_attention_heads, own.attention_head_size)
-        attended = self.kept(attend, *(part(rows).unflatten(-1, heads) for part in (own.query, own.key, own.value)))
+        parts = project((own.query, own.key, own.value), rows)
+        attended = self.kept(attend, *(part.unflatten(-1, heads) for part in parts))
         normed, branch = self.kept(feed_forward, first.dropout(first.dense(attended)) + rows)
         return Stream(second.LayerNorm(second.dropout(branch) + normed))
 

@@ -16,7 +16,7 @@ from capt_kernels import apply_rotary, gated_activation
 
 from ..layout import Layout
 from .decoder import DecoderBackbone
-from .packed import ACTIVATIONS, PackedBackbone, attend_packed, obstacle_in, rms_norm
+from .packed import ACTIVATIONS, PackedBackbone, attend_packed, obstacle_in, project, rms_norm
 from .stream import Refresh, Stream
 
 
@@ -68,11 +68,12 @@ class PackedDecoderBackbone(PackedBackbone, DecoderBackbone):
         def feed_forward(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
             normed, residual = rms_norm(layer.post_attention_layernorm, branch, residual)
             kind = ACTIVATIONS[self.config.hidden_act]
-            return residual, mlp.down_proj(gated_activation(mlp.gate_proj(normed), mlp.up_proj(normed), kind=kind))
+            gate, up = project((mlp.gate_proj, mlp.up_proj), normed)
+            return residual, mlp.down_proj(gated_activation(gate, up, kind=kind))
 
         normed, residual = rms_norm(layer.input_layernorm, stream.branch, stream.residual, **slots)
-        parts = (attention.q_proj, attention.k_proj, attention.v_proj)
-        heads = (part(normed).unflatten(-1, (-1, attention.head_dim)) for part in parts)
+        parts = project((attention.q_proj, attention.k_proj, attention.v_proj), normed)
+        heads = (part.unflatten(-1, (-1, attention.head_dim)) for part in parts)
         tables = (context.cos, context.sin)
         attended = self.kept(attend, *heads, *tables, worthwhile=self._heads_outweigh_gates(attention))
         return Stream(*self.kept(feed_forward, attention.o_proj(attended), residual))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from capt_kernels import gated_activation
 
 from ..layout import Layout
-from .packed import ACTIVATIONS, PackedBackbone, attend_packed, obstacle_in, rms_norm
+from .packed import ACTIVATIONS, PackedBackbone, attend_packed, obstacle_in, project, rms_norm
 from .stream import Refresh, Stream
 from .t5 import T5EncoderBackbone
 
@@ -70,7 +70,7 @@ class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
             return feed_forward(own.o(attend(*heads)), residual)
 
         normed, residual = rms_norm(first.layer_norm, stream.branch, stream.residual, **slots)
-        heads = [part(normed).unflatten(-1, (own.n_heads, -1)) for part in (own.q, own.k, own.v)]
+        heads = [part.unflatten(-1, (own.n_heads, -1)) for part in project((own.q, own.k, own.v), normed)]
         if not hasattr(dense, "wi_0"):
             return Stream(*self.kept(attend_and_feed_forward, residual, *heads, context.bias_table))
         attended = self.kept(attend, *heads, context.bias_table)
@@ -79,7 +79,8 @@ class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
     def _feed_forward(self, dense: Any, normed: Tensor) -> Tensor:
         kind = ACTIVATIONS[self.config.dense_act_fn]
         if hasattr(dense, "wi_0"):
-            hidden = gated_activation(dense.wi_0(normed), dense.wi_1(normed), kind=kind)
+            gate, up = project((dense.wi_0, dense.wi_1), normed)
+            hidden = gated_activation(gate, up, kind=kind)
         else:
             hidden = dense.act(dense.wi(normed))
         # T5 keeps wo in fp32 where the rest is fp16; a quantised wo takes what comes.

@@ -1,0 +1,78 @@
+"""Linear modules of one input: their gradients in one running sum, and whatever is no plain module called as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from capt.backbones.packed import project
+
+
+def modules(bias=True):
+    return [nn.Linear(8, width, bias=bias).double().requires_grad_(False) for width in (8, 4, 4)]
+
+
+def run(parts, rows, used=(0, 1, 2)):
+    outputs = project(parts, rows)
+    loss = sum((outputs[i] * torch.arange(outputs[i].numel()).view_as(outputs[i])).sum() for i in used)
+    return [*outputs, *torch.autograd.grad(loss, rows)]
+
+
+def apart(parts, rows, used=(0, 1, 2)):
+    outputs = [nn.functional.linear(rows, part.weight, part.bias) for part in parts]
+    loss = sum((outputs[i] * torch.arange(outputs[i].numel()).view_as(outputs[i])).sum() for i in used)
+    return [*outputs, *torch.autograd.grad(loss, rows)]
+
+
+@pytest.mark.parametrize("used", [(0, 1, 2), (1,), (0, 2)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_equals_the_modules(bias, used):
+    rows, parts = torch.randn(5, 8, dtype=torch.float64, requires_grad=True), modules(bias)
+    for got, want in zip(run(parts, rows, used), apart(parts, rows, used), strict=True):
+        torch.testing.assert_close(got, want)
+
+
+def test_no_share_is_written_apart():
+    rows, parts = torch.randn(5, 8, dtype=torch.float64, requires_grad=True), modules()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        run(parts, rows)
+    counts = {event.key: event.count for event in seen.key_averages()}
+    assert counts["aten::addmm_"] == 2
+    assert "aten::add_" not in counts
+
+
+def test_a_hook_a_trained_weight_and_a_subclass_are_called():
+    class Quantised(nn.Linear):
+        def forward(self, rows):
+            return super().forward(rows) * 2
+
+    rows, parts = torch.randn(5, 8, dtype=torch.float64, requires_grad=True), modules()
+    called = []
+    parts[1].register_forward_hook(lambda module, args, out: called.append(module))
+    want = apart(parts, rows)
+    for got, exact in zip(run(parts, rows), want, strict=True):
+        torch.testing.assert_close(got, exact)
+    assert called == [parts[1]]
+
+    parts = modules()
+    parts[2].weight.requires_grad_()
+    outputs = project(parts, rows)
+    (grad,) = torch.autograd.grad(outputs[2].sum(), parts[2].weight)
+    assert grad.any()
+
+    parts = modules()
+    doubled = Quantised(8, 4).double().requires_grad_(False)
+    outputs = project([*parts[:2], doubled], rows)
+    torch.testing.assert_close(outputs[2], 2 * nn.functional.linear(rows, doubled.weight, doubled.bias))
+
+
+def test_autocast_narrows_them():
+    rows = torch.randn(5, 8, requires_grad=True)
+    parts = [part.float() for part in modules()]
+    with torch.autocast("cpu", torch.bfloat16):
+        outputs = project(parts, rows)
+    assert {x.dtype for x in outputs} == {torch.bfloat16}
+    (grad,) = torch.autograd.grad(sum(x.sum() for x in outputs), rows)
+    assert grad.dtype == torch.float32
