@@ -136,8 +136,8 @@ def run_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
     Returns:
         ``cell``; ``metrics`` of validation and test at the best step on validation, with "score" and "loss" (None where
         the logits were never finite); ``base``, its model_type, layers and width; ``majority``, the test metrics of
-        always answering the commonest training label; ``rows``; ``parameters``; ``seconds`` of training with its
-        validation; ``steps``; ``history``; ``versions``; ``device``.
+        always answering the commonest training label; ``rows``; ``parameters``; ``seconds`` and ``cpu_seconds``
+        of training with its validation; ``steps``; ``history``; ``versions``; ``device``.
     """
     config, task = cell.config, bench.task(cell.config)
     module: Any = build(cell, bench)
@@ -162,7 +162,7 @@ def run_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
         if trainable:
             done = fit(module, tokenizer, config, rows["train"], lambda: measure("validation"))
         else:
-            done = Fit(0, 0.0, [], measure("validation"))
+            done = Fit(0, 0.0, 0.0, [], measure("validation"))
         return {
             "cell": cell.describe(),
             "metrics": {"validation": done.best, "test": None if done.best is None else measure("test")},
@@ -171,6 +171,7 @@ def run_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
             "rows": {split: len(rows[split]) for split in SPLITS},
             "parameters": {"trainable": trainable, "all": sum(p.numel() for p in module.parameters())},
             "seconds": done.seconds,
+            "cpu_seconds": done.cpu_seconds,
             "steps": done.steps,
             "history": done.history,
             "versions": versions(),

@@ -29,12 +29,14 @@ class Fit(NamedTuple):
     """What a training was.
 
     Args:
-        steps: taken. seconds: with validation. history: marks and their "step".
+        steps: taken. seconds, cpu_seconds: with validation; of the clock, and of this process on all cores, which a
+            machine that others use or that was suspended does not stretch. history: marks and their "step".
         best: the mark of the step kept; None where none was finite.
     """
 
     steps: int
     seconds: float
+    cpu_seconds: float
     history: list[dict[str, float]]
     best: dict[str, float] | None
 
@@ -92,10 +94,10 @@ def fit(
         if hasattr(module, "targets"):
             trainer.compute_loss_func = None  # the loss is the module's own, over the tokens of the labels' names
         trainer.add_callback(keep)
-        started = time.perf_counter()
+        started, used = time.perf_counter(), time.process_time()
         trainer.train()
-        seconds = time.perf_counter() - started
+        seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - used
     with torch.no_grad():
         for name, kept in keep.kept.items():
             module.get_parameter(name).copy_(kept)
-    return Fit(trainer.state.global_step, round(seconds, 2), keep.history, keep.best)
+    return Fit(trainer.state.global_step, round(seconds, 2), round(cpu_seconds, 2), keep.history, keep.best)

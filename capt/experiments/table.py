@@ -37,13 +37,13 @@ def markdown(plan: Plan, entries: Entries) -> str:
         "",
         f"Test scores in percent, mean ± standard deviation over up to {seeds} seeds. Learning rate and options are "
         f"chosen on validation with the first seed. Minutes are those of every training with its validation, search "
-        f"included. {budget}.",
+        f"included; CPU minutes leave out what others had of the machine. {budget}.",
         "",
     ]
     tried = (f"{row.label} {', '.join(f'{rate:g}' for rate in plan.rates[row.method])}" for row in plan.rows)
     lines += [f"Learning rates tried: {'; '.join(tried)}.", ""]
     base = _base(entries)
-    header = ["method", *plan.tasks, "average", "trained", "minutes"]
+    header = ["method", *plan.tasks, "average", "trained", "minutes", "CPU minutes"]
     rows = [_majority(plan, entries)]
     for row in plan.rows:
         rows.append(_measured(plan, row, entries))
@@ -69,15 +69,19 @@ def _measured(plan: Plan, row: Row, entries: Entries) -> list[str]:
         *("" if entry is None else _spread(entry.scores) for entry in found),
         f"{statistics.fmean(s for s in scores if s is not None):.1f}" if whole else "",
         " to ".join(f"{count:,}" for count in dict.fromkeys([*trained[:1], *trained[-1:]])),
-        f"{sum(run['seconds'] for entry in there for run in entry.all) / 60:.1f}" if there else "",
+        *(_minutes(there, clock) for clock in ("seconds", "cpu_seconds")),
     ]
+
+
+def _minutes(entries: list[Entry], clock: str) -> str:
+    return f"{sum(run[clock] for entry in entries for run in entry.all) / 60:.1f}" if entries else ""
 
 
 def _published(plan: Plan, row: Row, base: str) -> list[str]:
     numbers = [SCORES.get((str(plan.table), base, row.label, column)) for column in (*plan.tasks, "average")]
     share = TRAINED.get((base, row.label))
     shown = ["" if number is None else f"{number:.2f}" for number in numbers]
-    return [f"{row.label}, published ({base})", *shown, "" if share is None else f"{share} %", ""]
+    return [f"{row.label}, published ({base})", *shown, "" if share is None else f"{share} %", "", ""]
 
 
 def _majority(plan: Plan, entries: Entries) -> list[str]:
@@ -87,7 +91,7 @@ def _majority(plan: Plan, entries: Entries) -> list[str]:
         scores.append(None if any_run is None else 100 * any_run["majority"]["score"])
     known = [score for score in scores if score is not None]
     average = f"{statistics.fmean(known):.1f}" if len(known) == len(scores) else ""
-    return ["majority class", *("" if score is None else f"{score:.1f}" for score in scores), average, "0", ""]
+    return ["majority class", *("" if score is None else f"{score:.1f}" for score in scores), average, "0", "", ""]
 
 
 def _spread(scores: list[float]) -> str:

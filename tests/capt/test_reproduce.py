@@ -50,6 +50,7 @@ def marks(monkeypatch):
             "majority": {"score": 0.5},
             "parameters": {"trainable": 64 * trains},
             "seconds": 30.0,
+            "cpu_seconds": 15.0,
         }
 
     monkeypatch.setattr(RUNNER, run_cell)
@@ -183,11 +184,12 @@ def test_published_numbers_stand_beside_those_of_their_base(plan):
         "majority": {"score": 0.4},
         "parameters": {"trainable": 24576},
         "seconds": 1.0,
+        "cpu_seconds": 1.0,
         "cell": {"options": {}, "config": {"learning_rate": 5.0}},
     }
     plan = dataclasses.replace(plan, table="1")
     lines = markdown(plan, {("CaPT", "file"): Entry([run], [run])}).splitlines()
-    assert "| CaPT, published (T5-Large) |  | 84.03 | 0.003 % |  |" in lines
+    assert "| CaPT, published (T5-Large) |  | 84.03 | 0.003 % |  |  |" in lines
     assert "| base alone, published (T5-Large) |  |  |  |  |" in lines
     other = markdown(plan, {("CaPT", "file"): Entry([run | {"base": ["t5", 2, 32]}], [run | {"base": ["t5", 2, 32]}])})
     assert "not for a base of this size" in other
