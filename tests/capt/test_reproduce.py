@@ -190,7 +190,7 @@ def test_published_numbers_stand_beside_those_of_their_base(plan):
     plan = dataclasses.replace(plan, table="1")
     lines = markdown(plan, {("CaPT", "file"): Entry([run], [run])}).splitlines()
     assert "| CaPT, published (T5-Large) |  | 84.03 | 0.003 % |  |  |" in lines
-    assert "| base alone, published (T5-Large) |  |  |  |  |" in lines
+    assert "| base alone, published (T5-Large) |  |  |  |  |  |" in lines
     other = markdown(plan, {("CaPT", "file"): Entry([run | {"base": ["t5", 2, 32]}], [run | {"base": ["t5", 2, 32]}])})
     assert "not for a base of this size" in other
     assert "published (" not in other
