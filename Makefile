@@ -42,7 +42,8 @@ test-transformers: $(OTHERS:%=build/transformers-%)
 	done
 
 bench: setup
-	$(BIN)/pytest benchmarks --benchmark-only
+	$(BIN)/pytest benchmarks --benchmark-only --benchmark-json=bench.json
+	$(BIN)/python -m benchmarks.report bench.json
 
 lint: setup
 	$(BIN)/ruff check .

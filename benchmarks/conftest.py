@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import platform
 
@@ -12,7 +13,14 @@ import capt_kernels
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quick", action="store_true", help="the smallest sizes only, a few rounds")
+    parser.addoption("--quick", action="store_true", help="the smallest sizes only, two rounds: that everything runs")
+    parser.addoption("--slow", action="store_true", help="methods: Llama-3.2-1B's shape too, every row everywhere")
+    parser.addoption("--base", action="append", default=[], help="methods: a base of benchmarks/bases.py, or several")
+    parser.addoption("--model", action="append", default=[], help="methods: a model id or folder, or several")
+
+
+def pytest_configure(config):
+    config.not_timed = []
 
 
 def pytest_collection_modifyitems(config, items):
@@ -38,3 +46,10 @@ def pytest_benchmark_update_machine_info(config, machine_info):
     machine_info["backends"] = {name: status.available for name, status in capt_kernels.backends().items()}
     machine_info["python_build"] = platform.python_version()
     machine_info["cores"] = os.cpu_count()
+    found = {d.name: d.version for d in importlib.metadata.distributions()}
+    machine_info["versions"] = {name: found[name] for name in ("transformers", "peft", "triton") if name in found}
+
+
+def pytest_benchmark_update_json(config, benchmarks, output_json):
+    """Rows that have a reason instead of a time."""
+    output_json["not_timed"] = config.not_timed

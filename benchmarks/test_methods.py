@@ -1,56 +1,61 @@
-"""A training step of CaPT, reference and fused, beside P-Tuning v2, prompt tuning and the bare frozen base.
+"""CaPT beside P-Tuning v2 and everything else a user would pick: time and memory of training, prefill and decoding.
 
-Forward and backward of 16 texts of RTE's real lengths in fp32. In front of every round the pure matrix products of the
-real rows are timed too, so that a row's ``over_matrix_products`` holds although the machine drifts. A method is timed
-only after its output was seen to differ from the base's and all that it trains was seen to have a gradient.
+pytest-benchmark times one test after another, and a machine drifts in between. So the first test of a setting measures
+all of its selected rows in interleaved rounds (:mod:`.compare`), and each test hands its own rounds on, by a clock that
+tells them (:class:`.measure.Replay`). A row that is no method at all on this base is skipped with the reason, which the
+JSON holds under ``not_timed``.
 """
 
 from __future__ import annotations
 
-import statistics
-import time
-
 import pytest
 import torch
 
-from capt.memory import bytes_kept
+from . import plan
+from .compare import Row, Setting, compare
+from .measure import Replay
 
-from .methods import BARE, METHODS, gemms, make_batch
+CLOCK = Replay()
+_MEASURED: dict[Setting, dict[str, Row]] = {}
 
 
-@pytest.mark.benchmark(group="training step, RTE lengths, batch 16, fp32")
-@pytest.mark.parametrize("name", METHODS)
-def test_training_step(benchmark, name, request):
-    torch.manual_seed(0)
-    batch = make_batch()
-    real = batch["attention_mask"].bool()
-    method = METHODS[name]()
+def pytest_generate_tests(metafunc):
+    option = metafunc.config.getoption
+    quick, slow, bases = option("--quick"), option("--slow"), [*option("--base"), *option("--model")]
+    chosen: plan.Plan = {}
+    for base in bases:
+        chosen |= plan.of_base(base, quick)
+    # A GPU is idle on a batch that keeps two cores busy.
+    chosen = plan.scaled(chosen or plan.default(quick, slow), 8 if torch.cuda.is_available() else 1)
+    rows = [(setting, name) for setting, names in chosen.items() for name in names]
+    metafunc.parametrize(("setting", "name"), rows, ids=[f"{setting}: {name}" for setting, name in rows])
 
-    def loss():
-        return method.forward(batch).square().mean()
 
-    if name != BARE:
-        bare = METHODS[BARE]().forward(batch)[real]
-        assert not torch.allclose(method.forward(batch)[real], bare), f"{name} leaves the base's output alone"
-    for grad in torch.autograd.grad(loss(), method.trained):
-        assert grad.abs().max() > 0, f"{name} trains a tensor that has no gradient"
-
-    floor, floors = gemms(int(real.sum())), []
-
-    def time_the_floor():
-        start = time.perf_counter()
-        floor()
-        floors.append(time.perf_counter() - start)
-
-    rounds = 2 if request.config.getoption("--quick") else 7
-    benchmark.pedantic(
-        lambda: torch.autograd.grad(loss(), method.trained), setup=time_the_floor, rounds=rounds, warmup_rounds=1
-    )
-    ratios = [own / pure for own, pure in zip(benchmark.stats.stats.data, floors[-rounds:], strict=True)]
-    benchmark.extra_info.update(
-        method=name,
-        over_matrix_products=statistics.median(ratios),
-        texts_per_second=len(real) / benchmark.stats.stats.median,
-        bytes_kept=bytes_kept(method.model, loss),
-        trained=sum(p.numel() for p in method.trained),
-    )
+@pytest.mark.benchmark(timer=CLOCK)
+def test_method(benchmark, setting, name, request, device):
+    if benchmark.disabled:
+        pytest.skip("measures, and nothing else")
+    if setting not in _MEASURED:
+        parameters = [item.callspec.params for item in request.session.items if item.originalname == "test_method"]
+        selected = tuple(p["name"] for p in parameters if p["setting"] == setting)
+        rounds = plan.rounds_of(setting, selected, request.config.getoption("--quick"))
+        _MEASURED[setting] = compare(setting, selected, rounds, device)
+    row = _MEASURED[setting][name]
+    method, engine = name.split(" | ")
+    told = {
+        "setting": str(setting),
+        "base": setting.base,
+        "task": setting.task,
+        "work": setting.work,
+        "axis": setting.axis,
+        "value": {"T": setting.task.removeprefix("full "), "N": setting.layers}.get(setting.axis),
+        "method": method,
+        "engine": engine,
+    }
+    if row.reason is not None:
+        request.config.not_timed.append(told | {"reason": row.reason})
+        pytest.skip(row.reason)
+    benchmark.group = str(setting)
+    benchmark.extra_info.update(told, **row.info, rounds=row.samples)
+    CLOCK.load(row.samples)
+    benchmark.pedantic(lambda: None, rounds=len(row.samples))
