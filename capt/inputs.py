@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
+
+from capt_kernels.validation import check_shape
 
 
 def present(**tensors: Tensor | None) -> dict[str, Tensor]:
@@ -22,3 +26,24 @@ def the_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     if input_ids.dim() != 2:
         raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
     return input_ids
+
+
+def check_fit(
+    base: Any, backbone: Any, shape: tuple[int, ...], per_token: dict[str, Tensor], decoder: dict[str, Tensor]
+) -> None:
+    """Whether ``base`` takes what was given.
+
+    Args:
+        backbone: one of the base's.
+        shape: B and T. per_token: tensors ``[B, T]`` by their names.
+        decoder: inputs of an encoder-decoder's decoder by their names.
+
+    Raises:
+        ValueError: a tensor of another shape, token types or decoder inputs that the base has no use for.
+    """
+    for name, tensor in per_token.items():
+        check_shape(name, tensor, shape, "[B, T]")
+    if "token_type_ids" in per_token and not backbone.has_token_types:
+        raise ValueError(f"token_type_ids given to {type(base).__name__}, which has no token types")
+    if decoder and not backbone.is_encoder_decoder:
+        raise ValueError(f"{', '.join(decoder)} given to {type(base).__name__}, which has no decoder of its own")

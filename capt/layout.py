@@ -47,7 +47,8 @@ class Layout:
 
     @functools.cached_property
     def longest(self) -> int:
-        return int(self.lengths.max()) if self.batch else 0
+        """Columns of the padded batch; one where all texts are padding, as transformers' layers want one."""
+        return max(int(self.lengths.max()), 1) if self.batch else 0
 
     @functools.cached_property
     def slot_rows(self) -> Tensor:

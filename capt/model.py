@@ -17,7 +17,7 @@ from .adapters import Adapter, AdapterSet
 from .backbones import backbones_of
 from .capsules import MixedCapsules
 from .config import CaptConfig
-from .inputs import present, the_input
+from .inputs import check_fit, present, the_input
 from .pretrained import PretrainedInterface
 from .runner import BACKENDS, MEMORY, Runner
 
@@ -143,15 +143,8 @@ class CaptModel(AdapterSet, PretrainedInterface):
         given = the_input(input_ids, inputs_embeds)
         shape = tuple(given.shape[:2])
         per_token = present(attention_mask=attention_mask, pool_mask=pool_mask, token_type_ids=token_type_ids)
-        for name, tensor in per_token.items():
-            check_shape(name, tensor, shape, "[B, T]")
-        if token_type_ids is not None and not self._backbone.has_token_types:
-            raise ValueError(f"token_type_ids given to {type(self.base).__name__}, which has no token types")
         decoder = present(decoder_input_ids=decoder_input_ids, decoder_attention_mask=decoder_attention_mask)
-        if decoder and not self._backbone.is_encoder_decoder:
-            raise ValueError(
-                f"{', '.join(decoder)} given to {type(self.base).__name__}, which has no decoder of its own"
-            )
+        check_fit(self.base, self._backbone, shape, per_token, decoder)
         if not self._enabled:
             inputs = present(
                 input_ids=input_ids,

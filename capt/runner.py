@@ -93,7 +93,7 @@ class Runner:
         rows, cu_seqlens, indices = _pack(given, real)
         pooled = None if pool_mask is None else boolean_mask("pool_mask", pool_mask).flatten()[indices]
         layout = Layout(cu_seqlens, 0, config.lead, pooled, None if prefixes is None else prefixes[0])
-        shift = config.slots if config.positions == "shift" and 0 in prompted_layers else layout.front
+        shift = config.slots if config.positions == "shift" and 0 in prompted_layers else 0
         rows = backbone.embed(rows, layout, shift, None if token_types is None else token_types.flatten()[indices])
         # transformers lets embeddings require a gradient where it checkpoints, trained or not; then the layers before
         # the first prompted one would keep their rows for nothing.

@@ -67,11 +67,12 @@ class BertBackbone:
         table = embeddings.position_embeddings
         # RoBERTa counts from behind its padding token's id, BERT from 0.
         first = 0 if table.padding_idx is None else table.padding_idx + 1
-        moved = shift if layout.longest > layout.lead else 0
+        moved = layout.front + (shift if layout.longest > layout.lead else 0)
         if layout.longest + moved > table.num_embeddings - first:
+            before = "prefix rows" if layout.front else "slots"
             raise ValueError(
                 f"{type(self.stack).__name__} has {table.num_embeddings - first} positions, and a sequence of "
-                f"{layout.longest} tokens and {moved} slots wants {layout.longest + moved}"
+                f"{layout.longest} tokens and {moved} {before} wants {layout.longest + moved}"
             )
         if token_types is not None:
             token_types = _checked(token_types, embeddings.token_type_embeddings.num_embeddings)[None]
@@ -87,7 +88,8 @@ class BertBackbone:
     def context(self, rows: Tensor, layout: Layout, positions: str) -> BertContext:
         """The mask of ``layout``."""
         padded = rows.new_empty(layout.batch, layout.longest, 1)
-        return BertContext(create_bidirectional_mask(self.config, padded, layout.mask))
+        with prefixed(self.stack, layout.prefix):  # whose attention takes a mask of its own form
+            return BertContext(create_bidirectional_mask(self.config, padded, layout.mask))
 
     def layer(
         self, index: int, stream: Stream, layout: Layout, context: BertContext, refresh: Refresh | None

@@ -58,7 +58,8 @@ class DecoderBackbone:
         """Masks and rotary tables of ``layout``."""
         padded = rows.new_empty(layout.batch, layout.longest, 1)
         makers = {"full_attention": create_causal_mask, "sliding_attention": create_sliding_window_causal_mask}
-        masks = {kind: makers[kind](self.config, padded, layout.mask, None) for kind in set(self.kinds)}
+        with prefixed(self.stack, layout.prefix):  # whose attention takes a mask of its own form
+            masks = {kind: makers[kind](self.config, padded, layout.mask, None) for kind in set(self.kinds)}
         position_ids = layout.positions(positions)
         return DecoderContext(masks, position_ids, self.stack.rotary_emb(padded, position_ids))
 

@@ -101,6 +101,7 @@ class _SharedRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
         ctx.save_for_backward(*weights[::2])
+        ctx.set_materialize_grads(False)
         pairs = zip(weights[::2], weights[1::2], strict=True)
         return tuple(nn.functional.linear(rows, weight, bias) for weight, bias in pairs)
 
@@ -108,9 +109,12 @@ class _SharedRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total: Tensor | None = None
-        for grad, weight in zip(grads, ctx.saved_tensors, strict=True):
-            if grad is not None:
-                total = grad @ weight if total is None else total.addmm_(grad, weight)
+        weights = ctx.saved_tensors
+        # The forward ran without autocast; a product in another dtype could not be added to.
+        with torch.autocast(weights[0].device.type, enabled=False):
+            for grad, weight in zip(grads, weights, strict=True):
+                if grad is not None:
+                    total = grad @ weight if total is None else total.addmm_(grad, weight)
         return (total, *[None] * (2 * len(grads)))
 
 

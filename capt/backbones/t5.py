@@ -55,7 +55,8 @@ class T5EncoderBackbone:
     def context(self, rows: Tensor, layout: Layout, positions: str) -> T5Context:
         """Mask ``[B, 1, L, L]`` and bias ``[1 or B, H, L, L]`` of ``layout``; ``[H, L, P]`` of its prefix."""
         padded = rows.new_empty(layout.batch, layout.longest, 1)
-        mask = create_bidirectional_mask(self.config, padded, layout.mask)
+        with prefixed(self.stack, layout.prefix):  # whose attention takes a mask of its own form
+            mask = create_bidirectional_mask(self.config, padded, layout.mask)
         reach = max(layout.front + layout.longest, 1)
         table = self.bias_table(reach).to(rows.dtype)
         place = layout.positions(positions)[: 1 if positions == "shift" else None]

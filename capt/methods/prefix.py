@@ -16,7 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from .. import heads
 from ..config import CaptConfig
-from ..inputs import the_input
+from ..inputs import check_fit, present, the_input
 from ..pretrained import PretrainedInterface
 from ..runner import BACKENDS, MEMORY, Runner
 
@@ -93,15 +93,21 @@ class PrefixModel(PretrainedInterface):
         attention_mask: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
+        decoder_input_ids: Tensor | None = None,
+        decoder_attention_mask: Tensor | None = None,
         return_logits: bool | None = None,
-        **decoder: Tensor,
+        token_type_ids: Tensor | None = None,
     ) -> ModelOutput:
         """Arguments, output and errors are those of :meth:`capt.CaptModel.forward`."""
-        rows = self._run(the_input(input_ids, inputs_embeds), attention_mask, token_type_ids)
+        given, backbone = the_input(input_ids, inputs_embeds), self._runner.reference
+        per_token = present(attention_mask=attention_mask, token_type_ids=token_type_ids)
+        if labels is not None and self._config.task_type == "CAUSAL_LM":
+            per_token["labels"] = labels
+        decoder = present(decoder_input_ids=decoder_input_ids, decoder_attention_mask=decoder_attention_mask)
+        check_fit(self.base, backbone, tuple(given.shape[:2]), per_token, decoder)
+        rows = self._run(given, attention_mask, token_type_ids)
         if return_logits is None:
             return_logits = labels is None or not self.training
-        backbone = self._runner.reference
         return heads.output(
             self.base, backbone, self._config, [self.head], None, rows, input_ids, labels, decoder, return_logits
         )

@@ -1,6 +1,7 @@
 // Registers attention for the CPU key.
 #include "attention.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "tensors.h"
@@ -58,7 +59,9 @@ struct Call {
     op.bias = {bias->const_data_ptr(), bias->scalar_type(), {0, bias->stride(0), bias->stride(1)}};
     op.reach = (bias->size(1) + 1) / 2;
     for (int64_t i = 0; i < op.batch; ++i) {
-      const int32_t longest = std::max(offsets[i + 1] - offsets[i], offsets_k[i + 1] - offsets_k[i]);
+      // Offsets may be anything, and in 32 bits a difference of two would wrap.
+      const auto length = [&](const int32_t* given) { return int64_t(given[i + 1]) - given[i]; };
+      const int64_t longest = std::max(length(offsets), length(offsets_k));
       STD_TORCH_CHECK(longest <= op.reach, "bias_table must reach Tmax = ", longest, ", got one for ", op.reach);
     }
     return op;

@@ -71,11 +71,6 @@ inline Left<acc_t> head_matrix(const T* from, int64_t row_stride, int64_t rows, 
 }
 
 template <typename acc_t>
-inline Right<acc_t> as_right(const Left<acc_t>& matrix) {
-  return {matrix.data, matrix.row, kTileColumns<acc_t>};
-}
-
-template <typename acc_t>
 inline Left<acc_t> transposed(const Left<acc_t>& matrix) {
   return {matrix.data, matrix.column, matrix.row};
 }

@@ -144,8 +144,11 @@ def test_a_patched_forward_is_not_bypassed():
     assert seen == [1]
 
 
-def test_a_batch_of_padding_alone():
-    model = wrapped().train()
+@pytest.mark.parametrize("depth", ["all", "latter_half"])  # whose first layers have not a single row
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+def test_a_batch_of_padding_alone(backend, depth):
+    model = wrapped(depth=depth).train()
+    model.backend = backend
     ids, mask = torch.zeros(2, 4, dtype=torch.long), torch.zeros(2, 4, dtype=torch.long)
     assert model(input_ids=ids, attention_mask=mask).logits.shape == (2, 4, 61)
     assert model(input_ids=ids, attention_mask=mask, labels=ids - 100).loss.isnan()

@@ -53,6 +53,45 @@ def test_fused_equals_reference(family, side):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_base_whose_own_attention_wants_another_mask(family):
+    """An eager base's mask is added to scores."""
+    model = wrapped(family)
+    want = run(model, batch(), "reference")
+    model.base.set_attn_implementation("eager")
+    for got, exact in zip(run(model, batch(), "reference"), want, strict=True):
+        torch.testing.assert_close(got, exact, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_positions_follow_the_prefix(family):
+    """Of embeddings that hold their positions: as many are left as the prefix has not taken."""
+    model, ids = wrapped(family), torch.arange(3, 8)[None]
+    seen = []
+    model.base.embeddings.position_embeddings.register_forward_hook(lambda module, given, out: seen.append(given[0]))
+    model(input_ids=ids)
+    first = 2 if family == "roberta" else 0  # behind the padding token's id, 1
+    assert seen[0].flatten().tolist() == [first + 4 + i for i in range(5)]
+    room = model.base.config.max_position_embeddings - first - 4
+    model(input_ids=torch.full((1, room), 5))
+    with pytest.raises(ValueError, match=f"a sequence of {room + 1} tokens and 4 prefix rows wants {room + 5}"):
+        model(input_ids=torch.full((1, room + 1), 5))
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "message"),
+    [
+        ("llama", {"token_type_ids": torch.zeros(3, 9)}, "token_type_ids given to LlamaModel"),
+        ("bert", {"token_type_ids": torch.zeros(3, 8)}, r"token_type_ids must have shape \[B, T\] = \(3, 9\)"),
+        ("llama", {"decoder_input_ids": torch.zeros(3, 2)}, "decoder_input_ids given to LlamaModel"),
+    ],
+    ids=["token types", "their shape", "a decoder's"],
+)
+def test_inputs_that_do_not_fit(family, change, message):
+    with pytest.raises(ValueError, match=message):
+        wrapped(family)(**batch(), **change)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_padded_text_equals_itself_alone(family):
     model, inputs = wrapped(family), batch("left")
     together = model(**inputs).last_hidden_state[2, -5:]
@@ -114,6 +153,8 @@ def test_tasks():
     model = PrefixModel(causal, 3).eval()
     ids, mask = batch().values()
     assert model(input_ids=ids, attention_mask=mask, labels=torch.where(mask == 1, ids, -100)).loss.isfinite()
+    with pytest.raises(ValueError, match=r"labels must have shape \[B, T\]"):
+        model(input_ids=ids, attention_mask=mask, labels=ids[:, 1:])
 
 
 def test_generation():

@@ -140,3 +140,6 @@ def test_wrong_offsets_stay_inside():
         cu = torch.tensor(offsets, dtype=torch.int32)
         out, lse = ops.attention_forward(q, k, v, cu, None, True, 1.0, None, None)
         ops.attention_backward(out, q, k, v, out, lse, cu, None, True, 1.0, None, None, True, True)
+    cu = torch.tensor([-5, 2**31 - 1], dtype=torch.int32)  # a length beyond int32
+    with pytest.raises(RuntimeError, match="bias_table must reach Tmax = 2147483652, got one for 2"):
+        ops.attention_forward(q, k, v, cu, None, False, 1.0, torch.zeros(4, 3), None)
