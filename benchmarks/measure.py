@@ -1,4 +1,4 @@
-"""How things are measured: interleaved rounds, the allocator reset in front of each, and the peak of live bytes."""
+"""How things are measured: interleaved rounds behind a warm-up, and the peak of live bytes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def reset_allocator() -> None:
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: Rounds) -> dict[str, list[float]]:
     """Seconds of each call, round by round: A B C A B C, so that a machine that drifts drifts for all of them alike.
 
-    In front of each timed call the allocator is reset and the same call runs once untimed.
+    In front of a call's first round the allocator is reset and the call runs once untimed.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
@@ -56,13 +56,15 @@ def interleaved(calls: Mapping[str, Callable[[], object]], rounds: Rounds) -> di
         if done >= rounds.least and (time.perf_counter() - started) * (done + 1) > rounds.seconds * done:
             break
         for name, call in calls.items():
+            if done == 0:
+                reset_allocator()
+                call()
             seconds[name].append(_timed(call))
     return seconds
 
 
 def _timed(call: Callable[[], object]) -> float:
-    reset_allocator()
-    call()
+    gc.collect()
     gc.disable()
     try:
         _synchronize()

@@ -21,7 +21,9 @@ def bytes_kept(model: nn.Module, forward: Callable[[], Tensor]) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in resident:
             kept[storage.data_ptr()] = storage.nbytes()
-        return tensor  # held until backward, so that no other storage can take its address
+        # Held while the graph lives, so that no other storage can take its address; without its own place in the graph,
+        # since an output that its own node holds is a cycle that nothing frees.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()

@@ -1,5 +1,7 @@
 """Bytes that a forward keeps for its backward: no more than it needs, half of that on demand."""
 
+import weakref
+
 import pytest
 import torch
 from torch import nn
@@ -249,3 +251,16 @@ def test_given_embeddings_have_their_gradient_through_unprompted_layers():
         embeds = torch.randn(2, 5, 256, requires_grad=True)
         model(inputs_embeds=embeds).last_hidden_state.square().sum().backward()
         assert embeds.grad.abs().min() > 0
+
+
+def test_counting_frees_what_it_counted():
+    """An operation that keeps its own output would hold itself."""
+    kept = []
+
+    def forward():
+        out = torch.ones(4, requires_grad=True).exp()
+        kept.append(weakref.ref(out))
+        return out.sum()
+
+    assert bytes_kept(nn.Linear(1, 1), forward) == 16
+    assert kept[0]() is None
