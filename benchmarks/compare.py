@@ -92,6 +92,7 @@ def compare(setting: Setting, names: Iterable[str], rounds: Rounds, device: str 
             row.reason = row.reason or f"the bare base {rows[BARE].reason}"
         return rows
     products = _products(setting, base, tokens)
+    products()
     seconds = interleaved({PRODUCTS: products, **calls}, rounds)
     for name in calls:
         own = rows[name].samples = seconds[name]

@@ -48,7 +48,7 @@ def reset_allocator() -> None:
 def interleaved(calls: Mapping[str, Callable[[], object]], rounds: Rounds) -> dict[str, list[float]]:
     """Seconds of each call, round by round: A B C A B C, so that a machine that drifts drifts for all of them alike.
 
-    In front of a call's first round the allocator is reset and the call runs once untimed.
+    The calls have run before.
     """
     seconds: dict[str, list[float]] = {name: [] for name in calls}
     started = time.perf_counter()
@@ -56,9 +56,6 @@ def interleaved(calls: Mapping[str, Callable[[], object]], rounds: Rounds) -> di
         if done >= rounds.least and (time.perf_counter() - started) * (done + 1) > rounds.seconds * done:
             break
         for name, call in calls.items():
-            if done == 0:
-                reset_allocator()
-                call()
             seconds[name].append(_timed(call))
     return seconds
 

@@ -6,7 +6,7 @@ import dataclasses
 
 from .compare import Setting
 from .measure import Rounds
-from .methods import CURVE, ENTRIES, FUSED
+from .methods import CURVE, ENTRIES, FUSED, FUSED_MIN, TRANSFORMERS
 
 #: Rows of a task's batch: some hundred real tokens each.
 ROWS = {"rte": 16, "boolq": 4, "multirc": 2}
@@ -21,6 +21,8 @@ MOST = tuple(
     for name in ALL
     if name not in {f"P-Tuning v2 ({form}), {n} | {FUSED}" for form in ("prefix", "deep prompts") for n in (10, 50)}
 )
+#: For bases and texts beside the main one.
+FEW = tuple(name for name in CURVE if name not in (f"CaPT | {TRANSFORMERS}", f"CaPT | {FUSED_MIN}"))
 DECODES = tuple(name for name, entry in ENTRIES.items() if entry.decodes)
 #: Decoding takes longest.
 DECODES_FEW = tuple(name for name in DECODES if name in CURVE or name.startswith("LoRA"))
@@ -47,12 +49,12 @@ def default(quick: bool = False, slow: bool = False) -> Plan:
         }
     plan: Plan = {
         Setting("llama-10x576", "rte", ROWS["rte"], "train"): ALL if slow else MOST,
-        **{Setting("llama-10x576", t, ROWS[t], "train"): ALL if slow else CURVE for t in ("boolq", "multirc")},
-        Setting("llama-10x576", "rte", ROWS["rte"], "prefill"): ALL if slow else CURVE,
-        Setting("smollm2", "rte", 4, "train"): ALL if slow else CURVE,
+        **{Setting("llama-10x576", t, ROWS[t], "train"): ALL if slow else FEW for t in ("boolq", "multirc")},
+        Setting("llama-10x576", "rte", ROWS["rte"], "prefill"): ALL if slow else FEW,
+        Setting("smollm2", "rte", 4, "train"): ALL if slow else FEW,
         Setting("smollm2", "rte", 2, "decode"): DECODES if slow else DECODES_FEW,
         Setting("t5-6x768", "rte", ROWS["rte"], "train"): ALL if slow else CURVE,
-        Setting("minilm", "rte", ROWS["rte"], "train"): ALL if slow else CURVE,
+        Setting("minilm", "rte", ROWS["rte"], "train"): ALL if slow else FEW,
         **{Setting("llama-10x576", f"full {t}", 1, "train", 2, axis="T"): CURVE for t in LENGTHS},
         **{Setting("llama-10x576", "rte", 2, "train", n, axis="N"): CURVE for n in LAYERS},
     }
