@@ -19,10 +19,10 @@ from .capsules import MixedCapsules
 from .config import CaptConfig
 from .inputs import check_fit, present, the_input
 from .pretrained import PretrainedInterface
-from .runner import BACKENDS, MEMORY, Runner
+from .runner import Runner, RunnerOptions
 
 
-class CaptModel(AdapterSet, PretrainedInterface):
+class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
     """A frozen base with capsule adapters, one active. Made by :func:`get_capt_model` or :meth:`from_pretrained`.
 
     Args:
@@ -78,32 +78,8 @@ class CaptModel(AdapterSet, PretrainedInterface):
     # --- running
 
     @property
-    def backend(self) -> str:
-        return self._runner.backend
-
-    @backend.setter
-    def backend(self, name: str) -> None:
-        self._set("backend", name, BACKENDS)
-
-    @property
-    def memory(self) -> str:
-        return self._runner.memory
-
-    @memory.setter
-    def memory(self, name: str) -> None:
-        self._set("memory", name, MEMORY)
-
-    def _set(self, option: str, name: str, choices: Sequence[str]) -> None:
-        """An option of the runner, unless the base cannot be run so."""
-        if name not in choices:
-            raise ValueError(f"{option} must be one of {', '.join(choices)}, got {name!r}")
-        before = getattr(self._runner, option)
-        setattr(self._runner, option, name)
-        try:
-            self._runner.choose(self.capt_config.positions)
-        except NotImplementedError:
-            setattr(self._runner, option, before)
-            raise
+    def _positions(self) -> str:
+        return self.capt_config.positions
 
     def forward(
         self,

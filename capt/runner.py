@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from capt_kernels import capsule_refresh, pack
@@ -122,3 +122,42 @@ class Runner:
             here = layout if prefixes is None else replace(layout, prefix=prefixes[i])
             stream = backbone.layer(i, stream, here, context, due)
         return Rows(backbone.finish(stream), layout, indices, *given.shape[:2])
+
+
+class RunnerOptions(nn.Module):
+    """The part of a wrapped model that says how its :class:`Runner` runs the base."""
+
+    _runner: Runner
+
+    @property
+    def _positions(self) -> str:
+        """How positions count, which decides what a packed backbone can run."""
+        return "shift"
+
+    @property
+    def backend(self) -> str:
+        return self._runner.backend
+
+    @backend.setter
+    def backend(self, name: str) -> None:
+        self._set("backend", name, BACKENDS)
+
+    @property
+    def memory(self) -> str:
+        return self._runner.memory
+
+    @memory.setter
+    def memory(self, name: str) -> None:
+        self._set("memory", name, MEMORY)
+
+    def _set(self, option: str, name: str, choices: Sequence[str]) -> None:
+        """An option of the runner, unless the base cannot be run so."""
+        if name not in choices:
+            raise ValueError(f"{option} must be one of {', '.join(choices)}, got {name!r}")
+        before = getattr(self._runner, option)
+        setattr(self._runner, option, name)
+        try:
+            self._runner.choose(self._positions)
+        except NotImplementedError:
+            setattr(self._runner, option, before)
+            raise

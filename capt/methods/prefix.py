@@ -18,10 +18,10 @@ from .. import heads
 from ..config import CaptConfig
 from ..inputs import check_fit, present, the_input
 from ..pretrained import PretrainedInterface
-from ..runner import BACKENDS, MEMORY, Runner
+from ..runner import Runner, RunnerOptions
 
 
-class PrefixModel(PretrainedInterface):
+class PrefixModel(RunnerOptions, PretrainedInterface):
     """A frozen base whose every layer attends to P trained keys and values in front of a sequence.
 
     As in transformers' caches, on which others build it: a prefix has positions 0 .. P-1 and tokens follow; rotary does
@@ -66,26 +66,6 @@ class PrefixModel(PretrainedInterface):
         self.to(base.device)
         self._thawed = [p for p in base.parameters() if p.requires_grad]
         self.base: Any = base.requires_grad_(False)
-
-    @property
-    def backend(self) -> str:
-        return self._runner.backend
-
-    @backend.setter
-    def backend(self, name: str) -> None:
-        if name not in BACKENDS:
-            raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
-        self._runner.backend = name
-
-    @property
-    def memory(self) -> str:
-        return self._runner.memory
-
-    @memory.setter
-    def memory(self, name: str) -> None:
-        if name not in MEMORY:
-            raise ValueError(f"memory must be one of {', '.join(MEMORY)}, got {name!r}")
-        self._runner.memory = name
 
     def forward(
         self,

@@ -239,7 +239,7 @@ class Backward : Worker<T> {
     const T* out = op_.out.at<const T>(begin + i, head);
     Vector<acc_t> product(acc_t(0));
     along<acc_t>(this->width_, [&](int64_t d, auto n) { product = product + load(out + d, n) * load(grad + d, n); });
-    const Vector<acc_t> delta(horizontal_sum<acc_t>(product)), zero(acc_t(0));
+    const Vector<acc_t> delta(horizontal_sum<acc_t>(product));
     const acc_t lse = static_cast<const acc_t*>(op_.lse)[head * op_.rows + begin + i] / acc_t(kLog2E);
     acc_t* row = this->score(span, block, i, std::isinf(lse) ? acc_t(0) : lse);
     acc_t* grads = grad_scores_ + i * this->stride_;
