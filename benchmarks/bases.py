@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,37 +30,29 @@ from .lengths import lengths
 Batch = dict[str, Tensor]
 
 
-def _llama_cut(layers: int = 10) -> PreTrainedModel:
-    """A third of SmolLM2-135M."""
-    config = LlamaConfig(
-        vocab_size=1000,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=layers,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        pad_token_id=0,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config)
+def _llama(layers: int, **shape: Any) -> Callable[..., PreTrainedModel]:
+    def make(layers: int = layers) -> PreTrainedModel:
+        config = LlamaConfig(num_hidden_layers=layers, pad_token_id=0, max_position_embeddings=4096, **shape)
+        return LlamaForCausalLM(config)
+
+    return make
 
 
-def _llama_1b(layers: int = 16) -> PreTrainedModel:
-    """Llama-3.2-1B's shape."""
-    config = LlamaConfig(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        head_dim=64,
-        pad_token_id=0,
-        rope_theta=500000.0,
-        tie_word_embeddings=True,
-        max_position_embeddings=4096,
-    )
-    return LlamaForCausalLM(config)
+#: A third of SmolLM2-135M.
+_llama_cut = _llama(
+    10, vocab_size=1000, hidden_size=576, intermediate_size=1536, num_attention_heads=9, num_key_value_heads=3
+)
+#: Llama-3.2-1B's shape.
+_llama_1b = _llama(
+    16,
+    vocab_size=128256,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    rope_theta=500000.0,
+    tie_word_embeddings=True,
+)
 
 
 def _t5_cut(layers: int = 6) -> PreTrainedModel:

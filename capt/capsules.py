@@ -23,6 +23,9 @@ class Capsules(nn.Module):
         config: the adapter's config.
         num_layers, width: layers and hidden size of the base.
 
+    Raises:
+        ValueError: layers that the base does not have, a rank above its width, a variant without any mean.
+
     Parameters, with P prompted layers and K = ``config.length``: ``vectors [P, K, D]``; ``"extraction"``:
     ``conv_weight [P, D, k]``, ``conv_bias [P, D]``, the identity at first; ``"projection"``: ``down [P, D, r]``,
     ``up [P, r, D]``, a projection on r directions at first.
@@ -33,6 +36,11 @@ class Capsules(nn.Module):
         self.config = config
         self.layers = config.prompted_layers(num_layers)
         prompted = len(self.layers)
+        if config.variant in ("extraction", "projection") and prompted == 1 and not config.first_mean:
+            raise ValueError(
+                f"first_mean=False leaves variant {config.variant!r} no mean to work on, as depth {config.depth!r} "
+                "prompts one layer"
+            )
         self.vectors = nn.Parameter(torch.zeros(prompted, config.length, width), requires_grad=config.task)
         if config.variant == "extraction":
             tap = torch.zeros(prompted, width, config.kernel_size)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -53,9 +54,7 @@ def _parser() -> _Parser:
 
     training = commands.add_parser("train", help="train an adapter", dataclass_types=TrainConfig, allow_abbrev=False)
     training.add_argument("--config", type=Path, help="YAML or JSON file of the fields below; flags win over it")
-    training.add_argument(
-        "--resume", action="store_true", help="go on from the newest complete checkpoint in output_dir"
-    )
+    training.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
     training.add_argument("--overwrite", action="store_true", help="clear away an earlier run in output_dir")
 
     evaluation = commands.add_parser("evaluate", help="measure a trained run", allow_abbrev=False)
@@ -147,6 +146,8 @@ def _train(given: argparse.Namespace) -> int:
 
 
 def _evaluate(given: argparse.Namespace) -> int:
+    if given.output is not None and given.output.is_dir():
+        raise _Refused(f"--output {given.output} is a folder, where a file is to be written")
     with _checking():
         run = _load(given)
         if given.file is not None:
@@ -196,18 +197,31 @@ def _texts(given: argparse.Namespace, run: Run) -> tuple[list[Example], str]:
     if given.file is not None:
         if not given.file.is_file():
             raise FileNotFoundError(f"{given.file}: there is no such file")
-        lines: Iterable[str] = given.file.read_text(encoding="utf-8").splitlines()
+        lines: Iterable[str] = _lines(functools.partial(given.file.read_text, encoding="utf-8"), str(given.file))
         source = str(given.file)
     elif given.text is not None:
         lines, source = given.text, "--text"
     else:
-        lines, source = sys.stdin.read().splitlines(), "stdin"
+        lines, source = _lines(sys.stdin.read, "stdin"), "stdin"
     examples = [
         example({run.prompt.fields[0]: line}, None, f"{source}, line {n}") for n, line in enumerate(lines, start=1)
     ]
     if not examples:
         raise ValueError(f"{source} holds no text")
     return examples, source
+
+
+def _lines(read: Callable[[], str], source: str) -> list[str]:
+    """The lines of a text, with or without a byte-order mark. No other separator ends one, so that answers keep step.
+
+    Raises:
+        ValueError: bytes that are not UTF-8.
+    """
+    try:
+        text = read().removeprefix("\ufeff")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source}: not UTF-8: {error.reason} at byte {error.start}") from None
+    return text.removesuffix("\n").split("\n") if text else []
 
 
 def _columns(run: Run, text_column: str | None) -> dict[str, str]:

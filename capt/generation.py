@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from capt_kernels.validation import boolean_mask
+from capt_kernels.validation import boolean_mask, check_shape
 
 from . import heads
 from .layout import Layout
@@ -25,15 +26,24 @@ from .layout import Layout
 if TYPE_CHECKING:
     from .model import CaptModel
 
+#: Which generation, if any, the forwards of this thread belong to.
+_generation: ContextVar[object] = ContextVar("_generation", default=None)
+
 _WHOLE = "the prompt has to run as a whole"
+_PLACEHOLDERS = "it would see the slots' placeholders as tokens"
 #: What generate() refuses, and why.
 _UNSUPPORTED = {
     "assistant_model": _WHOLE,
+    "assistant_early_exit": _WHOLE,
+    "use_mtp": _WHOLE,
     "prompt_lookup_num_tokens": _WHOLE,
     "prefill_chunk_size": _WHOLE,
     "past_key_values": _WHOLE,
     "inputs_embeds": "the prompt's ids are wanted",
-    "no_repeat_ngram_size": "it would see the slots' placeholders as tokens",
+    "no_repeat_ngram_size": _PLACEHOLDERS,
+    "encoder_no_repeat_ngram_size": _PLACEHOLDERS,
+    "token_healing": _PLACEHOLDERS,
+    "guidance_scale": "the slots of its second prompt are not known",
 }
 
 
@@ -49,11 +59,11 @@ def generate(
     chosen, index = model._chosen(adapter_names, len(input_ids))
     config = chosen[0].config
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    check_shape("attention_mask", mask, tuple(input_ids.shape), "[B, T]")
     mask = boolean_mask("attention_mask", mask)
     if model._backbone.is_encoder_decoder:
         rows = model._run(chosen, index, input_ids, mask, None)
-        memory, seen = heads.encoder_memory(rows, config.expose_slot)
-        return model.base.generate(encoder_outputs=memory, attention_mask=seen.long(), **options)
+        return write_from(model.base, rows, config.expose_slot, input_ids, options)
 
     _check(model, config, mask, options)
     slots: list[Tensor] = []
@@ -66,6 +76,19 @@ def generate(
     with _slots_written(model._backbone.stack.layers, prompted, places, ids.shape[1]):
         out = model.base.generate(input_ids=ids, attention_mask=real.long(), **options)
     return _without_placeholders(out, input_ids, ids.shape[1])
+
+
+def write_from(base: Any, rows: heads.Rows, expose_slot: bool, input_ids: Tensor, options: dict[str, Any]) -> Any:
+    """What an encoder-decoder's decoder generates from the encoder's ``rows``.
+
+    Raises:
+        NotImplementedError: embeddings, whose rows these are not.
+    """
+    if options.get("inputs_embeds") is not None:
+        raise NotImplementedError(f"generate() does not take inputs_embeds: {_UNSUPPORTED['inputs_embeds']}")
+    memory, seen = heads.encoder_memory(rows, expose_slot)
+    # The ids are for what looks at the text that was read (encoder_no_repeat_ngram_size); nothing reads them again.
+    return base.generate(inputs=input_ids, encoder_outputs=memory, attention_mask=seen.long(), **options)
 
 
 def _check(model: CaptModel, config: Any, mask: Tensor, options: dict[str, Any]) -> None:
@@ -125,6 +148,9 @@ def _options(model: CaptModel, options: dict[str, Any], input_ids: Tensor, added
     for name, kind in (("logits_processor", LogitsProcessorList), ("stopping_criteria", StoppingCriteriaList)):
         if rest.get(name):
             rest[name] = kind(_OwnIds(each, input_ids, length) for each in rest[name])
+    if rest.get("prefix_allowed_tokens_fn") is not None:
+        copies = 1 if (config.num_beams or 1) > 1 else config.num_return_sequences or 1
+        rest["prefix_allowed_tokens_fn"] = _own_prefix(rest["prefix_allowed_tokens_fn"], input_ids, length, copies)
     if rest.get("streamer") is not None:
         rest["streamer"] = _OwnPrompt(rest["streamer"], input_ids)
     return rest | {"generation_config": config}
@@ -136,6 +162,15 @@ def _own(sequences: Tensor, input_ids: Tensor, length: int) -> Tensor:
     return torch.cat([input_ids.repeat_interleave(copies, 0), sequences[:, length:]], 1)
 
 
+def _outside(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls the caller's code, which may run the same model on texts of its own."""
+    before = _generation.set(None)
+    try:
+        return function(*arguments)
+    finally:
+        _generation.reset(before)
+
+
 class _OwnIds:
     """A caller's processor or criterion, shown the caller's ids."""
 
@@ -143,7 +178,14 @@ class _OwnIds:
         self._wrapped, self._input_ids, self._length = wrapped, input_ids, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        return self._wrapped(_own(input_ids, self._input_ids, self._length), scores)
+        return _outside(self._wrapped, _own(input_ids, self._input_ids, self._length), scores)
+
+
+def _own_prefix(
+    allowed: Callable[[int, Tensor], list[int]], input_ids: Tensor, length: int, copies: int
+) -> Callable[[int, Tensor], list[int]]:
+    """A caller's choice of next tokens, shown the caller's ids; ``copies`` of a prompt count as prompts."""
+    return lambda i, ids: _outside(allowed, i, torch.cat([input_ids[i // copies], ids[length:]]))
 
 
 class _OwnPrompt:
@@ -155,7 +197,7 @@ class _OwnPrompt:
 
     def put(self, value: Tensor) -> None:
         prompt, self._prompt = self._prompt, None
-        self._wrapped.put(value if prompt is None else prompt.cpu())
+        _outside(self._wrapped.put, value if prompt is None else prompt.cpu())
 
     def end(self) -> None:
         self._wrapped.end()
@@ -163,10 +205,13 @@ class _OwnPrompt:
 
 @contextlib.contextmanager
 def _slots_written(layers: nn.ModuleList, slots: dict[int, Tensor], places: Tensor, length: int) -> Iterator[None]:
-    """Inside, every run of a whole prompt finds its slots in front of the prompted layers."""
+    """Inside, every run of a whole prompt by this generation finds its slots in front of the prompted layers."""
+    here = object()
 
     def writer(values: Tensor):
         def write(module: nn.Module, args: tuple, kwargs: dict):
+            if _generation.get() is not here:  # another thread, or the caller's own code, runs the base on other texts
+                return None
             hidden = args[0] if args else kwargs["hidden_states"]
             if hidden.shape[1] < length:  # one more token, behind a cache that holds the slots
                 return None
@@ -179,9 +224,11 @@ def _slots_written(layers: nn.ModuleList, slots: dict[int, Tensor], places: Tens
         return write
 
     handles = [layers[i].register_forward_pre_hook(writer(values), with_kwargs=True) for i, values in slots.items()]
+    before = _generation.set(here)
     try:
         yield
     finally:
+        _generation.reset(before)
         for handle in handles:
             handle.remove()
 

@@ -19,13 +19,16 @@ def the_input(input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("exactly one of input_ids [B, T] and inputs_embeds [B, T, D] must be given")
     if inputs_embeds is not None:
-        if inputs_embeds.dim() != 3:
-            raise ValueError(f"inputs_embeds must have shape [B, T, D], got {tuple(inputs_embeds.shape)}")
-        return inputs_embeds
+        return _checked("inputs_embeds", inputs_embeds, "[B, T, D]", 3)
     assert input_ids is not None
-    if input_ids.dim() != 2:
-        raise ValueError(f"input_ids must have shape [B, T], got {tuple(input_ids.shape)}")
-    return input_ids
+    return _checked("input_ids", input_ids, "[B, T]", 2)
+
+
+def _checked(name: str, given: Tensor, wanted: str, dims: int) -> Tensor:
+    # transformers' own layers, which the reference backbone calls, take no empty batch.
+    if given.dim() != dims or not given.shape[0]:
+        raise ValueError(f"{name} must have shape {wanted} with at least one sequence, got {tuple(given.shape)}")
+    return given
 
 
 def check_fit(

@@ -48,7 +48,7 @@ class Layout:
     @functools.cached_property
     def longest(self) -> int:
         """Columns of the padded batch; one where all texts are padding, as transformers' layers want one."""
-        return max(int(self.lengths.max()), 1) if self.batch else 0
+        return max(int(self.lengths.max()), 1)
 
     @functools.cached_property
     def slot_rows(self) -> Tensor:

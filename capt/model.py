@@ -169,7 +169,7 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
         """Generates as the base does, with the slots computed once from the prompts and kept.
 
         Args:
-            input_ids: ``[B, T]`` prompts, padded on the left. attention_mask: ``[B, T]``, 1 = real.
+            input_ids: ``[B, T]`` prompts, padded on the left. attention_mask: ``[B, T]``, 1 = real; None: all real.
             adapter_names: one adapter a prompt, in place of the active one.
             options: as transformers' ``generate`` takes them: ``max_new_tokens``, ``num_beams``, ``do_sample``,
                 ``cache_implementation``, ...

@@ -16,11 +16,16 @@ def staged(path: Path) -> Iterator[Path]:
     """A path to write a file or folder to; it becomes ``path`` when the block ends, and vanishes if the block raises.
 
     It lies in the folder of ``path``, since a move is atomic within one file system only.
+
+    Raises:
+        IsADirectoryError: ``path`` is a folder and what was written is a file, which is not to replace it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as aside:
         target = Path(aside) / path.name
         yield target
+        if path.is_dir() and not target.is_dir():
+            raise IsADirectoryError(f"{path} is a folder, where a file is to be written")
         if path.is_dir():  # a folder cannot be moved over a folder that holds files
             os.replace(path, Path(aside) / "replaced")
         os.replace(target, path)

@@ -33,7 +33,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=DIR",
-        help="an adapter to stand beside the bare model; may be repeated (without NAME=, the folder's own name)",
+        help="an adapter, or a run of capt train, to stand beside the bare model; may be repeated (without NAME=, the "
+        "folder's own name)",
     )
     parser.add_argument(
         "--data", type=Path, help="CSV, TSV or JSON Lines with a column for each field of the template; or a --data-dir"
@@ -139,7 +140,7 @@ def _named(adapters: Sequence[str]) -> dict[str, Path]:
             raise ValueError(f"--adapter must be NAME=DIR with a new name, other than {BARE!r}, got {given!r}")
         if not path.is_dir():
             raise ValueError(f"--adapter {given}: {path} is not a folder")
-        folders[name] = path
+        folders[name] = path / "adapter" if (path / "adapter").is_dir() else path
     return folders
 
 

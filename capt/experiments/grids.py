@@ -89,7 +89,17 @@ COMPARED = (
     Row("CaPT", "capt"),
     Row("CaPT, lead=1, first_mean=False", "capt-lead"),
 )
-_BOTH = (Row("Deep PT-1", "deep-pt"), Row("CaPT", "capt"))
+
+
+def _both(setting: str, levels: Sequence[Any], words: str) -> tuple[Row, ...]:
+    """Deep PT-1 and CaPT at each of ``levels`` of a field of :class:`Row`, which ``words`` tell in the label."""
+    rows = (Row("Deep PT-1", "deep-pt"), Row("CaPT", "capt"))
+    return tuple(
+        dataclasses.replace(row, label=f"{row.label}, {words.format(level)}", **{setting: level})
+        for level in levels
+        for row in rows
+    )
+
 
 TABLES: dict[str, Grid] = {
     "1": Grid("methods on SuperGLUE", COMPARED),
@@ -107,22 +117,8 @@ TABLES: dict[str, Grid] = {
             for variant in ("addition", "prepending", "extraction", "projection")
         ),
     ),
-    "S2": Grid(
-        "noisy training texts",
-        tuple(
-            dataclasses.replace(row, label=f"{row.label}, {level:.0%} noise", noise=level)
-            for level in (0.0, 0.05, 0.1, 0.2)
-            for row in _BOTH
-        ),
-    ),
-    "S3": Grid(
-        "few training rows",
-        tuple(
-            dataclasses.replace(row, label=f"{row.label}, {shots} rows", shots=shots)
-            for shots in (4, 8, 16, 32)
-            for row in _BOTH
-        ),
-    ),
+    "S2": Grid("noisy training texts", _both("noise", (0.0, 0.05, 0.1, 0.2), "{:.0%} noise")),
+    "S3": Grid("few training rows", _both("shots", (4, 8, 16, 32), "{} rows")),
     "S4": Grid(
         "instance and task information alone",
         (

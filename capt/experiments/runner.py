@@ -64,8 +64,8 @@ class Runner:
         self.ran = 0
 
     def check(self) -> None:
-        """Loads every task, builds every method and encodes every row once, so that what does not fit shows before
-        anything trains.
+        """Loads every task, builds every method, encodes every row and reads every finished cell once, so that what
+        does not fit shows before anything trains.
 
         Raises:
             ValueError, NotImplementedError, ImportError, OSError: names the thing that does not fit.
@@ -79,6 +79,8 @@ class Runner:
                 tokenizer = self.bench.base(cell.config, 2)[1]
                 for split in SPLITS:
                     self.bench.rows(cell, split, room, tokenizer)
+        for plan in self.plans:
+            self.entries(plan)
 
     def run(self, minutes: float | None = None) -> bool:
         """Runs what is not finished; writes ``table.md`` after each cell.

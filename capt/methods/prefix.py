@@ -16,6 +16,7 @@ from transformers.modeling_outputs import ModelOutput
 
 from .. import heads
 from ..config import CaptConfig
+from ..generation import write_from
 from ..inputs import check_fit, present, the_input
 from ..pretrained import PretrainedInterface
 from ..runner import Runner, RunnerOptions
@@ -96,6 +97,7 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
         prefixes = list(zip(self.keys, self.values, strict=True))
         return self._runner.run(None, given, mask, None, token_types=token_types, prefixes=prefixes)
 
+    @torch.no_grad()
     def generate(self, input_ids: Tensor, attention_mask: Tensor | None = None, **options: Any) -> Any:
         """Generates as the base does, an encoder-decoder's decoder from what its prefixed encoder read.
 
@@ -107,8 +109,8 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
                 f"P-Tuning v2 of {type(self.base).__name__} does not generate here, as its prefix would have to stand "
                 "in the cache; PEFT's PrefixTuningConfig does"
             )
-        memory, mask = heads.encoder_memory(self._run(the_input(input_ids, None), attention_mask), True)
-        return self.base.generate(encoder_outputs=memory, attention_mask=mask.long(), **options)
+        rows = self._run(the_input(input_ids, None), attention_mask)
+        return write_from(self.base, rows, True, input_ids, options)
 
     def unload(self) -> PreTrainedModel:
         """The base as it was given, with the parameters trainable that were."""

@@ -47,6 +47,8 @@ def read_jsonl(path: Path) -> Iterator[Record]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise ValueError(f"{path}, line {number}: not JSON: {error.msg} at column {error.colno}") from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits, as many brackets
+                raise ValueError(f"{path}, line {number}: not read as JSON: {error}") from None
             if not isinstance(row, dict):
                 raise ValueError(f"{path}, line {number}: a JSON object is wanted, got {type(row).__name__}")
             yield f"{path}, line {number}", row
@@ -70,6 +72,10 @@ def _read_csv(path: Path) -> Iterator[Record]:
                 continue
             if header is None:
                 header = row
+                # Unnamed ones are what a spreadsheet leaves behind.
+                twice = sorted({name for name in row if name and row.count(name) > 1})
+                if twice:
+                    raise ValueError(f"{path}, line {line}: there are several columns {', '.join(map(repr, twice))}")
             elif len(row) != len(header):
                 raise ValueError(
                     f"{path}, line {line}: {len(header)} columns are wanted as in the header, got {len(row)}"

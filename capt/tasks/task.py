@@ -98,11 +98,20 @@ class Task:
 
 
 def example(fields: Mapping[str, str], label: str | None, where: str, may_be_empty: Sequence[str] = ()) -> Example:
-    """An example of ``fields``; ``where`` tells its file and line in the error for an empty field."""
-    for name, text in fields.items():
+    """An example of ``fields``; ``where`` tells its file and line in the errors.
+
+    Raises:
+        ValueError: an empty field, or half a character (of an emoji that was cut in two), which no tokenizer takes.
+    """
+    made = dict(fields) if label is None else {**fields, "label": label}
+    for name, text in made.items():
         if not text.strip() and name not in may_be_empty:
             raise ValueError(f"{where}: {name} is empty")
-    return dict(fields) if label is None else {**fields, "label": label}
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{where}: {name} holds half a character: {text[error.start]!a}") from None
+    return made
 
 
 def distinct(examples: Iterable[Example]) -> list[Example]:

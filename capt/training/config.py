@@ -180,6 +180,8 @@ def as_flags(fields: Mapping[str, Any]) -> list[str]:
     for name, value in fields.items():
         if isinstance(value, Mapping):
             raise ValueError(f"{name} must be a single value or a list, got {value!r}")
+        if isinstance(value, list) and any(isinstance(item, bool) for item in value):
+            raise ValueError(f"{name} must not hold truth values, which YAML makes of unquoted yes and no, got {value}")
         if isinstance(value, list) and name != "depth":
             flags += [f"--{name}", *map(str, value)]
         elif value is not None:

@@ -77,12 +77,15 @@ def word_ids(
     """Token ids of the label words; None for a linear classifier.
 
     Raises:
-        ValueError: a word that is not a single token, or a task without words.
+        ValueError: a word that is not a single token, a task without words, or a base without a head that says one.
     """
     if classifier == "linear":
         return None
     if prompt.label_words is None:
         raise ValueError("the task has no label words: name some with label_words, or take classifier 'linear'")
+    if base.get_output_embeddings() is None:
+        name = type(base).__name__
+        raise ValueError(f"classifier 'label-words' wants a language-model head, {name} has none: take 'linear'")
     # An encoder-decoder's answer starts a text of its own, so no space stands before it.
     words = [word.strip() if base.config.is_encoder_decoder else word for word in prompt.label_words]
     return label_word_ids(tokenizer, words)
@@ -97,8 +100,8 @@ def prepare(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fals
     """Loads and checks all that a run needs, before anything is written or trained.
 
     Args:
-        resume: go on from the newest complete checkpoint of this very config; the result is an uninterrupted run's, bit
-            for bit on a CPU.
+        resume: go on from the newest checkpoint of this very config; the result is an uninterrupted run's, bit for bit
+            on a CPU.
         overwrite: clear away a run that is there already.
 
     Raises:
@@ -106,8 +109,11 @@ def prepare(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fals
     """
     folder = Path(config.output_dir)
     checkpoint = _checkpoint_to_resume(config, folder) if resume else None
-    if not resume and not overwrite and (folder / CONFIG_FILE).exists():
-        raise ValueError(f"output_dir {folder} holds a run already: resume it, overwrite it, or name another folder")
+    if not resume and not overwrite and (earlier := _earlier_run(folder)):
+        found = ", ".join(path.name for path in earlier)
+        raise ValueError(
+            f"output_dir {folder} holds a run already ({found}): resume it, overwrite it, or name another folder"
+        )
     task = config.load_task()
     base, tokenizer = load_base(config.model, len(task.prompt.labels), config.bf16)
     capsule = config.capsule(word_ids(task.prompt, config.classifier, base, tokenizer))
@@ -184,11 +190,17 @@ class Training:
         return results
 
 
+def _earlier_run(folder: Path) -> list[Path]:
+    """Everything in ``folder`` that a run writes."""
+    # The config first: without it there is nothing to resume from what is left when clearing it away is interrupted.
+    names = (CONFIG_FILE, PROMPT_FILE, "results.json", "curve.png", "adapter", "checkpoint-*")
+    return [path for name in names for path in sorted(folder.glob(name))]
+
+
 def _begin(folder: Path, config: TrainConfig, prompt: Prompt) -> None:
     """Writes what a resumption and a later prediction need, and clears away an earlier run, but nothing else."""
-    for name in ("results.json", "curve.png", "adapter", "checkpoint-*", CONFIG_FILE, PROMPT_FILE):
-        for path in folder.glob(name):
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in _earlier_run(folder):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
     write_json(folder / PROMPT_FILE, dataclasses.asdict(prompt))
     write_json(folder / CONFIG_FILE, config.to_dict())
 
@@ -200,7 +212,7 @@ def _checkpoint_to_resume(config: TrainConfig, folder: Path) -> Path:
             raise ValueError(f"{name} was {earlier.get(name)!r} in the run to resume, got {value!r}")
     checkpoint = last_checkpoint(folder)
     if checkpoint is None:
-        raise ValueError(f"output_dir {folder} holds no complete checkpoint to resume from")
+        raise ValueError(f"output_dir {folder} holds no checkpoint to resume from")
     return checkpoint
 
 
@@ -208,9 +220,12 @@ def _read_json(path: Path, missing: str) -> dict[str, Any]:
     if not path.is_file():
         raise FileNotFoundError(f"{missing}: there is no {path}")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        fields = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}") from None
+    if not isinstance(fields, dict):
+        raise ValueError(f"{path} must hold a JSON object, got {type(fields).__name__}")
+    return fields
 
 
 def evaluate_rows(
@@ -245,8 +260,12 @@ class Run:
             ValueError, OSError: a file that is missing or damaged, or a base that does not fit.
         """
         fields = _read_json(folder / CONFIG_FILE, f"{folder} is no run")
-        config = TrainConfig.from_dict(fields | ({} if batch_size is None else {"batch_size": batch_size}))
-        prompt = Prompt(**_read_json(folder / PROMPT_FILE, f"{folder} is no run"))
+        written = _read_json(folder / PROMPT_FILE, f"{folder} is no run")
+        try:
+            config = TrainConfig.from_dict(fields | ({} if batch_size is None else {"batch_size": batch_size}))
+            prompt = Prompt(**written)
+        except TypeError as error:  # a value of another kind, edited by hand
+            raise ValueError(f"{folder}: {CONFIG_FILE} or {PROMPT_FILE} does not fit: {error}") from None
         if not (folder / "adapter").is_dir():
             raise FileNotFoundError(f"{folder} holds no adapter: its training did not come to an end")
         base, tokenizer = load_base(config.model, len(prompt.labels), config.bf16)

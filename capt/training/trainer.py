@@ -1,17 +1,19 @@
-"""transformers' Trainer, told how to order rows and what the loss is, and which of its checkpoints are complete.
+"""transformers' Trainer, told how to order rows, what the loss is, and to name a checkpoint only when it is whole.
 
 The loop, the optimizers, the schedule, accumulation, early stopping and devices are the Trainer's own.
 """
 
 from __future__ import annotations
 
-import json
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import PartialState
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Sampler
@@ -23,15 +25,20 @@ from transformers import (
     ProgressCallback,
     Trainer,
     TrainerCallback,
+    TrainerControl,
+    TrainerState,
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_length_grouped_indices
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction, get_last_checkpoint
 
 from ..model import CaptModel
 from .config import TrainConfig
 from .metrics import classification_metrics
+
+#: Where a run's checkpoints are written, before each moves to its place.
+UNFINISHED = ".unfinished"
 
 
 class SaveAdapter(TrainerCallback):
@@ -44,6 +51,40 @@ class SaveAdapter(TrainerCallback):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         folder = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         kwargs["model"].save_pretrained(folder, is_main_process=state.is_world_process_zero)
+
+
+class _WholeCheckpoints(SaveAdapter):
+    """Whatever is called ``checkpoint-N`` in ``folder`` is whole: the newest one, and the best where that is another.
+
+    The Trainer writes into ``args.output_dir``, a hidden folder in ``folder``. What is finished moves out of it, what
+    is to be deleted moves back into it, and what an interruption leaves there is cleared away.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._find_best(state)
+        if state.is_world_process_zero:
+            shutil.rmtree(args.output_dir, ignore_errors=True)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_save(args, state, control, **kwargs)
+        self._find_best(state)
+        PartialState().wait_for_everyone()  # each process writes its generator's state
+        if state.is_world_process_zero:
+            made = Path(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            state.save_to_json(made / TRAINER_STATE_NAME)  # again, since the Trainer took the best to be here
+            os.replace(made, self.folder / made.name)
+            for path in self.folder.glob(f"{PREFIX_CHECKPOINT_DIR}-[0-9]*"):
+                if path.name != made.name and str(path) != state.best_model_checkpoint:
+                    os.replace(path, Path(args.output_dir, path.name))
+            shutil.rmtree(args.output_dir, ignore_errors=True)
+        PartialState().wait_for_everyone()  # the best may be loaded next
+
+    def _find_best(self, state: Any) -> None:
+        if state.best_global_step is not None:
+            state.best_model_checkpoint = str(self.folder / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}")
 
 
 class LengthGroupedBatches(Sampler[int]):
@@ -90,7 +131,7 @@ class CaptTrainer(Trainer):
         model: the model, adapter active and trainable.
         tokenizer: pads a batch.
         config: the run.
-        folder: where checkpoints go.
+        folder: where checkpoints go, each in one move.
         train_rows, validation_rows: as :func:`capt.tasks.encode` gives them; no validation rows, no evaluation and no
             checkpoints.
     """
@@ -104,10 +145,11 @@ class CaptTrainer(Trainer):
         train_rows: list[dict[str, Any]],
         validation_rows: list[dict[str, Any]] | None = None,
     ):
+        folder = folder.resolve()
         evaluates = validation_rows is not None
         when = "no" if not evaluates else "epoch" if config.eval_steps is None else "steps"
         arguments = TrainingArguments(
-            output_dir=str(folder.resolve()),
+            output_dir=str(folder / UNFINISHED),
             optim={"adamw": "adamw_torch", "adafactor": "adafactor"}[config.optimizer],
             learning_rate=config.learning_rate,
             weight_decay=config.weight_decay,
@@ -124,7 +166,6 @@ class CaptTrainer(Trainer):
             save_strategy=when,
             eval_steps=config.eval_steps,
             save_steps=config.eval_steps or 500,
-            save_total_limit=2,
             load_best_model_at_end=evaluates,
             metric_for_best_model="accuracy" if evaluates else None,
             greater_is_better=True if evaluates else None,
@@ -154,7 +195,7 @@ class CaptTrainer(Trainer):
             compute_metrics=_metrics,
             preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
             callbacks=[
-                SaveAdapter(),
+                _WholeCheckpoints(folder),
                 *([EarlyStoppingCallback(config.patience)] if evaluates and config.patience else []),
             ],
         )
@@ -165,6 +206,14 @@ class CaptTrainer(Trainer):
             self.remove_callback(ProgressCallback)
             self.add_callback(_Progress)
 
+    def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
+        """As the Trainer's, but from a checkpoint at which training had ended it takes no further step."""
+        if resume_from_checkpoint is not None:
+            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            if state.stateful_callbacks[TrainerControl.__name__]["args"]["should_training_stop"]:
+                self.args.max_steps, self.args.num_train_epochs = -1, 0
+        return super().train(resume_from_checkpoint, **kwargs)
+
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int]:
         rows: Any = self.train_dataset if train_dataset is None else train_dataset
         # What one optimizer step sees, over all processes.
@@ -173,19 +222,9 @@ class CaptTrainer(Trainer):
 
 
 def last_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint in ``folder``."""
-    steps = {int(path.name.removeprefix("checkpoint-")): path for path in folder.glob("checkpoint-[0-9]*")}
-    whole = [step for step, path in steps.items() if _is_whole(path)]
-    return steps[max(whole)] if whole else None
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    """Whether nothing interrupted the writing of ``checkpoint``: the Trainer writes its state last."""
-    try:
-        json.loads((checkpoint / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return True
+    """The newest checkpoint in ``folder``."""
+    found = get_last_checkpoint(folder) if folder.is_dir() else None
+    return Path(found) if found else None
 
 
 def _mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | None = None) -> Tensor:

@@ -2,9 +2,10 @@
 
 import pytest
 
+from capt.analysis import tokens_of
 from capt.training import TrainConfig
 
-from .tiny import save_llama, save_t5, write_reviews
+from .tiny import EXAMPLES, PROMPT, save_bert, save_llama, save_t5, save_tokenizer, write_reviews
 
 
 @pytest.fixture(scope="session")
@@ -13,6 +14,7 @@ def sources(tmp_path_factory):
     return {
         "llama": save_llama(folder / "llama"),
         "t5": save_t5(folder / "t5"),
+        "bert": save_bert(folder / "bert"),
         "reviews": write_reviews(folder / "reviews.csv"),
     }
 
@@ -29,3 +31,14 @@ def config(sources, tmp_path):
         learning_rate=0.1,
         warmup_steps=2,
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory):
+    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture(scope="session")
+def texts(tokenizer):
+    """The tokens of ``EXAMPLES``."""
+    return tokens_of(EXAMPLES, PROMPT, tokenizer, 64, "examples")

@@ -163,6 +163,9 @@ def test_bases_that_do_not_fit():
         get_capt_model(make_base("llama"), CaptConfig(depth=[4]))
     with pytest.raises(ValueError, match="rank must be at most the base's hidden size 16, got 17"):
         get_capt_model(make_base("llama"), CaptConfig(variant="projection", rank=17))
+    for variant in ("extraction", "projection"):  # their own parameters would train with nothing
+        with pytest.raises(ValueError, match=f"first_mean=False leaves variant '{variant}' no mean to work on"):
+            get_capt_model(make_base("llama"), CaptConfig(variant=variant, depth="input", first_mean=False))
 
 
 def test_inputs_that_do_not_fit():

@@ -7,33 +7,15 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from capt.analysis import ROLES, Groups, attention_of, average_attention, observing, tokens_of
+from capt.analysis import ROLES, Groups, attention_of, average_attention, observing
 from capt.analysis.moments import Moments
 from capt.runner import Runner
-from capt.tasks import Prompt
 
 from .naive import FAMILIES, make_base
 from .small import wrapped
-from .tiny import save_tokenizer
 
-PROMPT = Prompt("rte sentence1: {premise} sentence2: {hypothesis}", "premise", ("yes", "no"))
-EXAMPLES = [
-    {"premise": "the film was fine.", "hypothesis": "a story"},
-    {"premise": "dull", "hypothesis": "the people and time slowly"},
-    {"premise": "cold film about a time and a story", "hypothesis": "warm"},
-]
 ROTARY_IN_FP32 = {"atol": 1e-7, "rtol": 1e-6}  # transformers' tables, whatever the base's dtype
 ROLE = {name: i for i, name in enumerate(ROLES)}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def texts(tokenizer):
-    return tokens_of(EXAMPLES, PROMPT, tokenizer, 64, "examples")
 
 
 def measured(model, texts, batch_size=2):

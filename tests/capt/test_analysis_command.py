@@ -24,10 +24,10 @@ ROWS = [
 ]
 
 
-def write_rte(folder):
+def write_rte(folder, times=1):
     (folder / "RTE").mkdir()
     for name in ("train", "val"):
-        (folder / "RTE" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+        (folder / "RTE" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS) * times)
     return str(folder)
 
 
@@ -102,6 +102,23 @@ def test_a_file_of_texts_and_an_encoder(sources, adapters, tmp_path, monkeypatch
     with np.load(out / "attention.npz") as arrays:
         places = [*arrays["two/groups"][8:]]
     assert places == ["[slot 1]", "[slot 2]", "review", ":", "{left}", "sentiment", ":", "{right}"]
+
+
+@pytest.mark.parametrize(("family", "classifier"), [("llama", "linear"), ("t5", "label-words"), ("bert", "linear")])
+def test_runs_of_capt_train_stand_side_by_side(sources, tmp_path, monkeypatch, family, classifier):
+    """By the run's folder, its adapter's, or a checkpoint's."""
+    monkeypatch.setattr(report, "heat_maps", lambda *_: None)
+    task = ["--model", sources[family], "--task", "rte", "--data-dir", write_rte(tmp_path, 10)]
+    for name, instance in (("capt", "true"), ("deep", "false")):
+        flags = ["--classifier", classifier, "--instance", instance, "--max-steps", "2", "--batch-size", "2"]
+        assert main(["train", *task, *flags, "--output-dir", str(tmp_path / name)]) == 0
+    adapters = {"CaPT": "capt", "Deep PT-1": "deep/adapter", "cut short": "deep/checkpoint-2"}
+    flags = [word for name, folder in adapters.items() for word in ("--adapter", f"{name}={tmp_path / folder}")]
+    assert main(["attention", *task, *flags, "--output", str(tmp_path / "out")]) == 0
+    content = json.loads((tmp_path / "out/attention.json").read_text())
+    assert [*content["models"]] == ["bare", *adapters]
+    assert content["models"]["Deep PT-1"]["numbers"] == content["models"]["cut short"]["numbers"]
+    assert content["models"]["Deep PT-1"]["numbers"] != content["models"]["CaPT"]["numbers"]
 
 
 def test_a_single_row_has_no_standard_error(sources, tmp_path, monkeypatch):

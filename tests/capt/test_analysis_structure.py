@@ -6,18 +6,7 @@ from tokenizers import processors
 from capt.analysis import Groups, tokens_of
 from capt.tasks import Prompt
 
-from .test_analysis import EXAMPLES, PROMPT
-from .tiny import save_tokenizer
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return save_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def texts(tokenizer):
-    return tokens_of(EXAMPLES, PROMPT, tokenizer, 64, "examples")
+from .tiny import EXAMPLES, PROMPT, save_tokenizer
 
 
 def test_tokens_of_the_template_are_structural_and_a_field_is_one_place(texts):

@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoTokenizer, BertConfig, BertModel
+from transformers import AutoTokenizer
 
 from capt.experiments import METHODS, Bench, Cell, run_cell
 from capt.experiments.answers import TextToText, answer_of
@@ -16,26 +16,7 @@ from capt.tasks import Prompt
 from capt.training import TrainConfig
 from capt.training.run import load_base
 
-from .tiny import BAD, GOOD, save_llama, save_t5, save_tokenizer, write_reviews
-
-
-def save_bert(folder):
-    tokenizer = save_tokenizer(folder)
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    BertModel(BertConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)).save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    return {
-        "llama": save_llama(folder / "llama"),
-        "t5": save_t5(folder / "t5"),
-        "bert": save_bert(folder / "bert"),
-        "reviews": write_reviews(folder / "reviews.csv"),
-    }
+from .tiny import BAD, GOOD, save_llama
 
 
 @pytest.fixture

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel
+from transformers import LlamaConfig, LlamaModel, LogitsProcessor, LogitsProcessorList
 
 from capt import CaptConfig, get_capt_model
+from capt.methods import PrefixModel
 
 from .naive import DECODERS, SMALL, batch_of, make_base, randomise
 
@@ -107,6 +110,41 @@ def test_t5_beams_and_mixed_adapters():
     assert torch.equal(mixed[:1], model.generate(ids, mask, max_new_tokens=NEW, do_sample=False)[:1])
 
 
+@pytest.mark.parametrize(
+    "method",
+    [lambda base: get_capt_model(base, CaptConfig()), lambda base: PrefixModel(base, 2)],
+    ids=["capsule", "prefix"],
+)
+def test_the_text_that_t5_read_is_known_to_what_looks_at_it(method):
+    ids, mask = batch_of((4, 7), "left")
+    options = {"max_new_tokens": NEW, "do_sample": False, "num_beams": 2, "encoder_no_repeat_ngram_size": 1}
+    model = method(make_base("t5", torch.float32)).eval()
+    written = model.generate(ids, mask, **options)
+    for text, answer in zip(ids.tolist(), written[:, 1:].tolist(), strict=True):
+        assert not set(text) & set(answer)
+    with pytest.raises(NotImplementedError, match="does not take inputs_embeds"):
+        model.generate(ids, mask, inputs_embeds=torch.zeros(2, 7, 16))
+
+
+def test_other_texts_are_run_in_the_midst_of_a_generation():
+    """A prompt's slots are written into no other thread's texts, nor into a processor's own, however long these are."""
+    model = wrapped(lead=1)
+    ids, _ = batch_of((3,))
+    others, _ = batch_of((9, 9))
+    want = model(input_ids=others).logits
+    seen = []
+
+    class Interrupt(LogitsProcessor):
+        def __call__(self, input_ids, scores):
+            seen.append(model(input_ids=others).logits)
+            with ThreadPoolExecutor(1) as pool:
+                seen.append(pool.submit(lambda: model(input_ids=others).logits).result())
+            return scores
+
+    model.generate(ids, max_new_tokens=1, logits_processor=LogitsProcessorList([Interrupt()]))
+    torch.testing.assert_close(seen, [want, want], rtol=1e-5, atol=1e-5)
+
+
 def test_disabled_is_the_bases_own_and_no_hook_is_left():
     model = wrapped()
     ids, mask = batch_of((4, 7), "left")
@@ -130,5 +168,7 @@ def test_what_is_refused():
         wrapped(positions="keep").generate(ids, mask)
     with pytest.raises(NotImplementedError, match="does not take assistant_model"):
         wrapped().generate(ids, mask, assistant_model=make_base("llama"))
+    with pytest.raises(ValueError, match=r"attention_mask must have shape \[B, T\] = \(2, 7\), got \(2, 5\)"):
+        wrapped().generate(ids, mask[:, :5])
     with pytest.raises(NotImplementedError, match="LlamaModel has no language-model head"):
         get_capt_model(LlamaModel(LlamaConfig(**SMALL)), CaptConfig()).generate(ids, mask)

@@ -154,6 +154,19 @@ def test_a_batch_of_padding_alone(backend, depth):
     assert model(input_ids=ids, attention_mask=mask, labels=ids - 100).loss.isnan()
 
 
+@pytest.mark.parametrize("backend", ["reference", "fused"])
+@pytest.mark.parametrize("family", ["llama", "t5", "bert"])
+def test_a_batch_of_nothing_is_refused(family, backend):
+    model = wrapped(family)
+    model.backend = backend
+    with pytest.raises(
+        ValueError, match=r"input_ids must have shape \[B, T\] with at least one sequence, got \(0, 4\)"
+    ):
+        model(input_ids=torch.zeros(0, 4, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"inputs_embeds must .* at least one sequence, got \(0, 4, 16\)"):
+        model(inputs_embeds=torch.zeros(0, 4, 16))
+
+
 def test_a_classifier_feeds_the_decoder_itself():
     model = wrapped("t5", label_words=[3, 4])
     ids = torch.ones(1, 3, dtype=torch.long)
@@ -182,7 +195,17 @@ def test_names_that_cannot_name_an_adapter(name):
 
 
 @pytest.mark.parametrize(
-    "options", [{"prompt_lookup_num_tokens": 2}, {"prefill_chunk_size": 2}, {"no_repeat_ngram_size": 2}], ids=str
+    "options",
+    [
+        {"prompt_lookup_num_tokens": 2},
+        {"prefill_chunk_size": 2},
+        {"no_repeat_ngram_size": 2},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"assistant_early_exit": 1},
+        {"token_healing": True},
+        {"guidance_scale": 1.5},
+    ],
+    ids=str,
 )
 def test_options_inside_a_generation_config_are_refused_too(options):
     ids, _ = batch_of((4, 4))
@@ -191,6 +214,27 @@ def test_options_inside_a_generation_config_are_refused_too(options):
         wrapped().generate(ids, generation_config=GenerationConfig(**options))
     with pytest.raises(NotImplementedError, match=f"does not take {name}"):
         wrapped().generate(ids, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 2}, {"do_sample": True, "num_return_sequences": 2}], ids=str)
+def test_a_choice_of_next_tokens_sees_the_callers_ids(options):
+    model = wrapped(length=3, lead=1)
+    ids, mask = batch_of((3, 5), "left")
+    seen = []
+
+    def allowed(row, sentence):
+        seen.append((row, sentence[:5].tolist(), len(sentence)))
+        return [7, 8 + len(sentence)]
+
+    kept = {"do_sample": False, "max_new_tokens": 2, "eos_token_id": None, "pad_token_id": 0} | options
+    out = model.generate(ids, attention_mask=mask, prefix_allowed_tokens_fn=allowed, **kept)
+    rows = len(out) // len(ids)
+    assert {(row, tuple(prompt)) for row, prompt, _ in seen} == {
+        (row, tuple(ids[row // rows].tolist())) for row in range(len(out))
+    }
+    assert {length for *_, length in seen} == {5, 6}
+    assert set(out[:, 5].tolist()) <= {7, 13}
+    assert set(out[:, 6].tolist()) <= {7, 14}
 
 
 def test_processors_and_streamers_see_the_callers_tokens():

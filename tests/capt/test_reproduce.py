@@ -15,15 +15,7 @@ from capt.experiments.table import Entry, markdown
 from capt.tasks import TASKS
 from capt.training import TrainConfig
 
-from .tiny import save_llama, write_reviews
-
 RUNNER = "capt.experiments.runner.run_cell"
-
-
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("sources")
-    return {"llama": save_llama(folder / "llama"), "reviews": write_reviews(folder / "reviews.csv")}
 
 
 @pytest.fixture
@@ -251,6 +243,12 @@ def test_a_table_from_the_command_line(sources, tmp_path, capsys):
     assert len(list((tmp_path / "results/table-S4").iterdir())) == 6
     assert cli.main([*command, "--learning-rates", "0.1"]) == 0
     assert capsys.readouterr().err == ""
+    damaged = next((tmp_path / "results/table-S4").glob("*seed=1*"))
+    damaged.write_text("{")
+    assert cli.main([*command, "--learning-rates", "0.1"]) == 2
+    err = capsys.readouterr().err
+    assert f"{damaged} is not JSON" in err
+    assert len(err.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

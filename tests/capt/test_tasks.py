@@ -153,7 +153,10 @@ def test_tsv_with_a_byte_order_mark(tmp_path):
         ("a.csv", "text,label\nx,a\ny,a\nz,a\n", r"must hold at least two labels, got \['a'\]"),
         ("a.csv", "text,label\n", r"a\.csv: the file holds no rows"),
         ("a.csv", "", r"a\.csv: the file holds no rows"),
+        ("a.csv", "text,label,text\nx,a,y\n", r"a\.csv, line 1: there are several columns 'text'"),
         ("a.jsonl", '{"text": "x", "label": 1}\n{oops\n', r"a\.jsonl, line 2: not JSON"),
+        ("a.jsonl", '{"text": "x", "label": ' + 5000 * "1" + "}", r"a\.jsonl, line 1: not read as JSON"),
+        ("a.jsonl", '{"text": "so \\ud83d", "label": 1}', r"a\.jsonl, line 1: text holds half a character: '\\ud83d'"),
         ("a.txt", "x", r"a\.txt: a file must end in \.jsonl, \.csv, \.tsv, got '\.txt'"),
     ],
 )

@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file
-from transformers import TrainerCallback
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerState
 
+from capt import saving
 from capt.training import Run, prepare, train
-from capt.training.trainer import CaptTrainer, last_checkpoint
+from capt.training import run as run_module
+from capt.training.trainer import UNFINISHED, CaptTrainer, last_checkpoint
 
 
 class Interrupt(TrainerCallback):
@@ -139,40 +144,134 @@ def test_resumption_with_dropout(config, sources, tmp_path, monkeypatch):
     assert numbers(train(config, resume=True)) == numbers(whole)
 
 
-def test_a_checkpoint_cut_short_is_passed_over(config, tmp_path, monkeypatch):
-    """Ctrl-C while a checkpoint is written."""
-    saved = CaptTrainer._save_optimizer_and_scheduler
+class Fault:
+    """Ctrl-C at call ``at`` of all that writes, moves and deletes."""
 
-    def cut_short(self, output_dir):
-        if self.state.global_step > 6:
-            raise KeyboardInterrupt
-        saved(self, output_dir)
+    WRITERS = (
+        (torch, "save"),
+        (safetensors.torch, "save_file"),  # the Trainer's
+        (saving, "save_file"),
+        (Path, "write_text"),
+        (PreTrainedTokenizerBase, "save_pretrained"),
+        (TrainerState, "save_to_json"),
+        (os, "replace"),
+        (shutil, "rmtree"),
+    )
 
+    def __init__(self, patch, at):
+        self.at, self.calls = at, 0
+        for owner, name in self.WRITERS:
+            patch.setattr(owner, name, self.guarded(getattr(owner, name)))
+
+    def guarded(self, write):
+        def guard(*args, **kwargs):
+            self.calls += 1
+            if self.calls == self.at:
+                raise KeyboardInterrupt
+            write(*args, **kwargs)
+
+        return guard
+
+
+class Trained(Exception):
+    """Training is over, the last evaluation not yet."""
+
+
+def end_with_training(*_):
+    raise Trained
+
+
+def whole_checkpoints(folder, files):
+    """The names of those in ``folder``; each must hold ``files`` and name a best one that is there."""
+    checkpoints = sorted(folder.glob("checkpoint-*"))
+    for path in checkpoints:
+        assert {file.name for file in path.iterdir()} == files
+        best = Path(TrainerState.load_from_json(str(path / "trainer_state.json")).best_model_checkpoint)
+        assert best.name in {path.name for path in checkpoints}
+    return [path.name for path in checkpoints]
+
+
+def test_whatever_is_called_a_checkpoint_is_whole(config, tmp_path, monkeypatch):
+    """A checkpoint is made, and an older one deleted, with Ctrl-C at each write, move and deletion."""
+    config = dataclasses.replace(config, max_steps=4, eval_steps=1)
+    whole = train(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    files = {path.name for path in (tmp_path / "whole/checkpoint-4").iterdir()}
+    assert {"adapter_model.safetensors", "model.safetensors", "optimizer.pt", "trainer_state.json"} <= files
+    interrupted(config, 3, monkeypatch)
+    begun, at, seen = whole_checkpoints(tmp_path / "run", files), 0, set()
+    assert begun[-1] == "checkpoint-3"
+    over = False
+    while not over:
+        at += 1
+        folder = shutil.copytree(tmp_path / "run", tmp_path / f"at-{at}")
+        copy = dataclasses.replace(config, output_dir=str(folder))
+        with monkeypatch.context() as patch:
+            patch.setattr(run_module, "evaluate_rows", end_with_training)
+            Fault(patch, at)
+            try:
+                train(copy, resume=True)
+            except Trained:
+                over = True
+            except KeyboardInterrupt:
+                pass
+        found = whole_checkpoints(folder, files)
+        if tuple(found) not in seen or over:
+            seen.add(tuple(found))
+            resumed = train(copy, resume=True)
+            assert resumed["resumed_from"] == found[-1]
+            assert numbers(resumed) == numbers(whole)
+            assert resumed["metrics"] == whole["metrics"]
+            assert not (folder / UNFINISHED).exists()
+    assert at > 15
+    assert len(seen) == 3  # as before, one more, and without the one that was deleted
+
+
+def test_what_an_interrupted_clearing_leaves_is_not_resumed(config, monkeypatch):
+    interrupted(config, 13, monkeypatch)
     with monkeypatch.context() as patch:
-        patch.setattr(CaptTrainer, "_save_optimizer_and_scheduler", cut_short)
+        Fault(patch, 1)
         with pytest.raises(KeyboardInterrupt):
+            train(config, overwrite=True)
+    with pytest.raises(FileNotFoundError, match="holds no run to resume"):
+        train(config, resume=True)
+
+
+@pytest.mark.parametrize("changes", [{"max_steps": 3, "eval_steps": 1}, {"patience": 1, "epochs": 6}, {}])
+def test_a_run_whose_training_had_ended_is_resumed(config, tmp_path, monkeypatch, changes):
+    """Ctrl-C in the last evaluation: no further step is taken."""
+    config = dataclasses.replace(config, **changes)
+    whole = train(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "evaluate_rows", end_with_training)
+        with pytest.raises(Trained):
             train(config)
-    folder = tmp_path / "run"
-    assert (folder / "checkpoint-12").is_dir()
-    assert last_checkpoint(folder) == folder / "checkpoint-6"
-    assert train(config, resume=True)["resumed_from"] == "checkpoint-6"
+    resumed = train(config, resume=True)
+    assert resumed["resumed_from"] == f"checkpoint-{whole['steps']}"
+    assert (numbers(resumed), resumed["metrics"]) == (numbers(whole), whole["metrics"])
 
 
-def test_incomplete_checkpoints_are_passed_over(config, tmp_path, monkeypatch):
+def test_other_folders_are_no_checkpoints(config, tmp_path, monkeypatch):
     interrupted(config, 13, monkeypatch)
     folder = tmp_path / "run"
-    assert last_checkpoint(folder).name == "checkpoint-12"
-    state = folder / "checkpoint-12" / "trainer_state.json"
-    state.write_bytes(state.read_bytes()[:100])
     (folder / "checkpoint-best").mkdir()
-    assert last_checkpoint(folder).name == "checkpoint-6"
+    (folder / "checkpoint-99-copy").mkdir()
+    assert last_checkpoint(folder).name == "checkpoint-12"
+
+
+def test_a_run_that_was_moved_is_resumed(config, tmp_path, monkeypatch):
+    """Its best checkpoint, which its newest one names, moved too."""
+    whole = train(dataclasses.replace(config, output_dir=str(tmp_path / "whole")))
+    interrupted(config, 16, monkeypatch)
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    resumed = train(dataclasses.replace(config, output_dir=str(moved)), resume=True)
+    assert (resumed["best_step"], resumed["metrics"]) == (whole["best_step"], whole["metrics"])
 
 
 def test_what_cannot_be_resumed(config, tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="holds no run to resume"):
         train(config, resume=True)
     interrupted(config, 2, monkeypatch)
-    with pytest.raises(ValueError, match="holds no complete checkpoint"):
+    with pytest.raises(ValueError, match="holds no checkpoint"):
         train(config, resume=True)
     with pytest.raises(ValueError, match=r"learning_rate was 0\.1 in the run to resume, got 0.2"):
         train(dataclasses.replace(config, learning_rate=0.2), resume=True)

@@ -63,6 +63,8 @@ def test_config_files(tmp_path):
     )
     fields = read_config_file(tmp_path / "a.yaml")
     assert as_flags(fields) == ["--learning_rate=1e-3", "--bf16=True", "--depth=0,2", "--label_words", " a", " b"]
+    with pytest.raises(ValueError, match=r"label_words must not hold truth values.* got \[True, False\]"):
+        as_flags({"label_words": [True, False]})
     (tmp_path / "a.json").write_text('{"task": "trec"}')
     assert read_config_file(tmp_path / "a.json") == {"task": "trec"}
 

@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
+    BertConfig,
+    BertModel,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
@@ -14,11 +16,20 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from capt.tasks import Prompt
+
 GOOD = ["fine", "great", "lovely", "superb", "warm"]
 BAD = ["awful", "dull", "cold", "dreary", "weak"]
 OTHER = [
     *("the", "film", "was", "a", "story", "about", "people", "and", "time", "slowly"),
     *("rte", "cb", "sentence1", "sentence2", "text", "review", "sentiment", "Review", "Sentiment"),
+]
+#: A task of two texts, in words of the tokenizer.
+PROMPT = Prompt("rte sentence1: {premise} sentence2: {hypothesis}", "premise", ("yes", "no"))
+EXAMPLES = [
+    {"premise": "the film was fine.", "hypothesis": "a story"},
+    {"premise": "dull", "hypothesis": "the people and time slowly"},
+    {"premise": "cold film about a time and a story", "hypothesis": "warm"},
 ]
 ANSWERS = ["positive", "negative", "yes", "no", "maybe", "good", "bad"]
 
@@ -57,6 +68,14 @@ def save_t5(folder: Path) -> str:
         vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0
     )
     T5ForConditionalGeneration(config).save_pretrained(folder)
+    return str(folder)
+
+
+def save_bert(folder: Path) -> str:
+    tokenizer = save_tokenizer(folder)
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    BertModel(BertConfig(vocab_size=len(tokenizer), pad_token_id=0, **sizes)).save_pretrained(folder)
     return str(folder)
 
 
