@@ -56,15 +56,16 @@ _LIBRARY.define(
 _LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
 _LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
 # q [R, H, d], k and v [Rk, Hkv, d], whose offsets are q's where cu_seqlens_k is None; bias_table [H, 2*Tmax-1]; lse is
-# the base-2 log-sum-exp [H, R], fp32 (fp64 for fp64 input).
+# the base-2 log-sum-exp [H, R], fp32 (fp64 for fp64 input), which dropout does not change. seed is an int64 of one
+# element, None where dropout_p is 0; from the forward's seed the backward forms the forward's mask.
 _LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, bool causal, float scale,"
-    " Tensor? bias_table, SymInt? window) -> (Tensor out, Tensor lse)"
+    " Tensor? bias_table, SymInt? window, float dropout_p=0., Tensor? seed=None) -> (Tensor out, Tensor lse)"
 )
 _LIBRARY.define(
     "attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens,"
-    " Tensor? cu_seqlens_k, bool causal, float scale, Tensor? bias_table, SymInt? window, bool need_q, bool need_keys)"
-    " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
+    " Tensor? cu_seqlens_k, bool causal, float scale, Tensor? bias_table, SymInt? window, bool need_q, bool need_keys,"
+    " float dropout_p=0., Tensor? seed=None) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)"
 )
 
 
@@ -151,12 +152,15 @@ def _(rows, indices, batch, length):
 
 
 @torch.library.register_fake("capt_kernels::attention_forward")
-def _(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window):
+def _(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p=0.0, seed=None):
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=accumulator(q.dtype))
 
 
 @torch.library.register_fake("capt_kernels::attention_backward")
-def _(grad, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, need_q, need_keys):
+def _(
+    grad, q, k, v, out, lse, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, need_q, need_keys,
+    dropout_p=0.0, seed=None,
+):  # fmt: skip
     wanted = ((q, need_q), (k, need_keys), (v, need_keys))
     return tuple(x.new_empty(x.shape if needed else 0) for x, needed in wanted)
 

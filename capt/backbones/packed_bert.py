@@ -2,8 +2,9 @@
 
 All but attention works row by row, so the base's own LayerNorm, activation, dropout and Linear modules are called. The
 base is frozen, so a layer keeps for its backward the rows in front of each norm, q, k, v, the attention's output and
-log-sum-exp, the activation's input, and two numbers a row for each norm. With ``memory="min"`` the attention's output
-and the activation's input go, and are computed again.
+log-sum-exp, the activation's input, two numbers a row for each norm, and what its two dropouts drew. With
+``memory="min"`` the attention's output and all from the first norm to the sum in front of the second go, and are
+computed again.
 """
 
 from __future__ import annotations
@@ -26,8 +27,6 @@ class PackedBertBackbone(PackedBackbone, BertBackbone):
     def obstacle(self, positions: str) -> str | None:
         """Why this base has to run on the reference backbone as it is now, or None."""
         layers: Any = self.layers()
-        if self.stack.training and any(layer.attention.self.dropout.p for layer in layers):
-            return "its attention drops out in training (load it with attention_probs_dropout_prob=0)"
         return obstacle_in(self.stack, [part for layer in layers for part in _parts(layer)])
 
     def context(self, rows: Tensor, layout: Layout, positions: str) -> BertContext:
@@ -43,18 +42,19 @@ class PackedBertBackbone(PackedBackbone, BertBackbone):
         own, first, second = layer.attention.self, layer.attention.output, layer.output
 
         def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend_packed(q, k, v, layout, causal=False, scale=own.scaling)
+            dropout_p = own.dropout.p if own.training else 0.0
+            return attend_packed(q, k, v, layout, causal=False, scale=own.scaling, dropout_p=dropout_p)
 
-        def feed_forward(total: Tensor) -> tuple[Tensor, Tensor]:
+        def feed_forward(total: Tensor) -> Tensor:
             normed = first.LayerNorm(total)
-            return normed, second.dense(layer.intermediate(normed))
+            return second.dropout(second.dense(layer.intermediate(normed))) + normed
 
         rows = stream.rows if refresh is None else capsule_refresh(stream.rows, **refresh.arguments(layout))
         heads = (own.num_attention_heads, own.attention_head_size)
         parts = project((own.query, own.key, own.value), rows)
         attended = self.kept(attend, *(part.unflatten(-1, heads) for part in parts))
-        normed, branch = self.kept(feed_forward, first.dropout(first.dense(attended)) + rows)
-        return Stream(second.LayerNorm(second.dropout(branch) + normed))
+        total = self.kept(feed_forward, first.dropout(first.dense(attended)) + rows)
+        return Stream(second.LayerNorm(total))
 
 
 def _parts(layer: Any) -> list[nn.Module]:

@@ -35,8 +35,6 @@ class PackedDecoderBackbone(PackedBackbone, DecoderBackbone):
         """Why this base has to run on the reference backbone as it is now, or None."""
         if self.config.hidden_act not in ACTIVATIONS:
             return f"its activation {self.config.hidden_act!r} has no fused form"
-        if self.stack.training and getattr(self.config, "attention_dropout", 0.0):
-            return "its attention drops out in training (load it with attention_dropout=0)"
         watched = [m for layer in self.stack.layers for m in (layer, layer.self_attn, layer.mlp, *_norms(layer))]
         return obstacle_in(self.stack, [*watched, self.stack.norm])
 
@@ -63,7 +61,9 @@ class PackedDecoderBackbone(PackedBackbone, DecoderBackbone):
                 q, _ = rms_norm(attention.q_norm, None, q)
                 k, _ = rms_norm(attention.k_norm, None, k)
             q, k = apply_rotary(q, k, cos.to(q.device), sin.to(q.device))
-            return attend_packed(q, k, v, layout, causal=True, scale=attention.scaling, window=window)
+            dropout_p = attention.attention_dropout if attention.training else 0.0
+            options = {"causal": True, "scale": attention.scaling, "window": window, "dropout_p": dropout_p}
+            return attend_packed(q, k, v, layout, **options)
 
         def feed_forward(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
             normed, residual = rms_norm(layer.post_attention_layernorm, branch, residual)

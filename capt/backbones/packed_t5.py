@@ -1,6 +1,7 @@
 """T5's encoder on packed rows: the base's own Linear modules, everything between them through capt_kernels.
 
-Keeps for backward what :mod:`.packed_decoder` keeps. The relative bias is one table of distances, read along diagonals.
+Keeps for backward what :mod:`.packed_decoder` keeps, and what dropout drew, but for attention's, which is drawn again.
+The relative bias is one table of distances, read along diagonals.
 """
 
 from __future__ import annotations
@@ -33,8 +34,6 @@ class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
         """Why this base has to run on the reference backbone as it is now, or None."""
         if self.config.dense_act_fn not in ACTIVATIONS:
             return f"its activation {self.config.dense_act_fn!r} has no fused form"
-        if self.stack.training and self.config.dropout_rate:
-            return "its attention drops out in training (load it with dropout_rate=0)"
         if positions == "keep":
             return (
                 "positions='keep' gives a slot and a token one distance, which a table of distances between rows lacks"
@@ -58,11 +57,12 @@ class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
         slots = {} if refresh is None else refresh.arguments(layout)
 
         def attend(q: Tensor, k: Tensor, v: Tensor, bias_table: Tensor) -> Tensor:
-            return attend_packed(q, k, v, layout, causal=False, scale=1.0, bias_table=bias_table)
+            dropout_p = own.dropout if own.training else 0.0
+            return attend_packed(q, k, v, layout, causal=False, scale=1.0, bias_table=bias_table, dropout_p=dropout_p)
 
         def feed_forward(branch: Tensor, residual: Tensor) -> tuple[Tensor, Tensor | None]:
-            normed, residual = rms_norm(second.layer_norm, *_finite(branch, residual))
-            done, residual = _finite(self._feed_forward(dense, normed), residual)
+            normed, residual = rms_norm(second.layer_norm, *_finite(first.dropout(branch), residual))
+            done, residual = _finite(second.dropout(self._feed_forward(dense, normed)), residual)
             return residual, done
 
         # One hidden is too little to halve the bytes of an ungated block: the sum in front of it goes too.
@@ -83,13 +83,14 @@ class PackedT5EncoderBackbone(PackedBackbone, T5EncoderBackbone):
             hidden = gated_activation(gate, up, kind=kind)
         else:
             hidden = dense.act(dense.wi(normed))
+        hidden = dense.dropout(hidden)
         # T5 keeps wo in fp32 where the rest is fp16; a quantised wo takes what comes.
         dtype = dense.wo.weight.dtype
         return dense.wo(hidden.to(dtype) if dtype.is_floating_point else hidden).to(normed.dtype)
 
     def finish(self, stream: Stream) -> Tensor:
-        """``[R, D]`` behind the last norm."""
-        return rms_norm(self.stack.final_layer_norm, stream.branch, stream.residual)[0]
+        """``[R, D]`` behind the last norm and dropout."""
+        return self.stack.dropout(rms_norm(self.stack.final_layer_norm, stream.branch, stream.residual)[0])
 
 
 def _parts(block: Any) -> list[nn.Module]:

@@ -1,4 +1,4 @@
-"""Attention over packed rows, each sequence led by its capsule slot: grouped heads, causal or not, window, T5 bias."""
+"""Attention over packed rows, each led by its capsule slot: grouped heads, causal, window, T5 bias, dropout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..packing import pack, unpack
 from ..rotary import apply_rotary
 from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
 from . import flash_attn, fused, reference, sdpa
+from .dropout import seed_of
 from .t5_bias import t5_bias_table
 
 _BACKENDS = ("reference", "cpu", "sdpa", "triton", "flash_attn")
@@ -36,7 +37,7 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor, packed: bool) -> None:
             raise ValueError(f"{name} must have q's dtype {q.dtype}, got {tensor.dtype}")
 
 
-def _check_options(causal: bool, scale: float, window: int | None, backend: str) -> None:
+def _check_options(causal: bool, scale: float, window: int | None, dropout_p: float, backend: str) -> None:
     if not isinstance(causal, bool):
         raise ValueError(f"causal must be a bool, got {causal!r}")
     # Kernels multiply masked scores too, and -inf times a scale that is not positive is not -inf.
@@ -47,6 +48,8 @@ def _check_options(causal: bool, scale: float, window: int | None, backend: str)
             raise ValueError(f"window must be None or a positive int, got {window!r}")
         if not causal:
             raise ValueError(f"window looks back only, so it wants causal=True, got window={window} with causal=False")
+    if isinstance(dropout_p, bool) or not isinstance(dropout_p, int | float) or not 0 <= dropout_p < 1:
+        raise ValueError(f"dropout_p must be a number from 0 up to, but not, 1, got {dropout_p!r}")
     if backend != "auto" and backend not in _BACKENDS:
         raise ValueError(f"backend must be 'auto' or one of {', '.join(_BACKENDS)} for attention, got {backend!r}")
 
@@ -66,8 +69,12 @@ def _check_reach(bias_table: Tensor, longest: int) -> None:
         raise ValueError(f"bias_table must reach Tmax = {longest}, the longest sequence, got one for {reach}")
 
 
-def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None) -> str | None:
-    """What a GPU backend cannot serve of a call, or None."""
+def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = False) -> str | None:
+    """What a backend other than the reference cannot serve of a call, or None."""
+    if drops and backend in ("sdpa", "flash_attn"):
+        return "takes no dropout_p: its weights do not drop out by the seed that tells all other backends which"
+    if backend in ("sdpa", "cpu"):
+        return None
     if backend == "flash_attn" and bias_table is not None:
         return "takes no bias_table"
     dtypes = [torch.float16, torch.bfloat16]
@@ -84,30 +91,29 @@ def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None) -> str | None:
     return None
 
 
-def _choose(backend: str, q: Tensor, bias_table: Tensor | None) -> str:
+def _choose(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = False) -> str:
     """The backend of a call; FlashAttention's own kernels are the fastest where they serve it."""
+    plain = "reference" if drops else "sdpa"
     if backend == "auto":
         fused = resolve("auto", q.device)
         if fused != "triton":
-            return "cpu" if fused == "cpu" else "sdpa"
+            return "cpu" if fused == "cpu" else plain
         # Its lengths are read on the host, which would break torch.compile's graph.
         flash = q.device.type == "cuda" and not torch.compiler.is_compiling()
-        if flash and not _obstacle("flash_attn", q, bias_table) and backends()["flash_attn"].available:
+        if flash and not _obstacle("flash_attn", q, bias_table, drops) and backends()["flash_attn"].available:
             return "flash_attn"
-        return "sdpa" if _obstacle("triton", q, bias_table) else "triton"
-    if backend in ("reference", "sdpa"):
+        return plain if _obstacle("triton", q, bias_table, drops) else "triton"
+    if backend == "reference":
         return backend
-    if backend == "cpu":
-        return resolve(backend, q.device)
-    if backend == "triton":
+    if backend in ("cpu", "triton"):
         resolve(backend, q.device)
-    else:
+    elif backend == "flash_attn":
         status = backends()[backend]
         if not status.available:
             raise ImportError(f"backend 'flash_attn' is not available: {status.reason}")
         if q.device.type != "cuda":
             raise ValueError(f"backend 'flash_attn' serves tensors on cuda, got a tensor on {q.device}")
-    obstacle = _obstacle(backend, q, bias_table)
+    obstacle = _obstacle(backend, q, bias_table, drops)
     if obstacle is not None:
         raise ValueError(f"backend {backend!r} {obstacle}")
     return backend
@@ -124,9 +130,11 @@ def _run(
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> Tensor:
     """A packed call that has been checked, but for the reach of its bias; the offsets of k are q's where None."""
-    name = _choose(backend, q, bias_table)
+    name = _choose(backend, q, bias_table, seed is not None)
     # A fused call on a GPU leaves the lengths there, as reading them would stall the stream; nor has a trace any.
     looked_at = bias_table is not None and q.device.type == "cpu" and not torch.compiler.is_compiling()
     if name in ("reference", "sdpa") or looked_at:
@@ -135,13 +143,14 @@ def _run(
         if bias_table is not None:
             _check_reach(bias_table, max([*queries, *keys], default=0))
         if name == "reference":
-            return reference.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
+            return reference.attention(q, k, v, queries, keys, causal, scale, bias_table, window, dropout_p, seed)
         if name == "sdpa":
             return sdpa.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
     if name == "flash_attn":
         return flash_attn.attention(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, window)
     room = kernels("attention", name)
-    return fused.attention(room, q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window)
+    where = (cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window)
+    return fused.attention(room, q, k, v, *where, dropout_p, seed)
 
 
 def capsule_attention(
@@ -157,13 +166,20 @@ def capsule_attention(
     rotary: tuple[Tensor, Tensor] | None = None,
     bias_table: Tensor | None = None,
     window: int | None = None,
+    dropout_p: float = 0.0,
+    seed: int | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Softmax attention of every sequence over itself: ``softmax(scale * q @ k.T + bias) @ v``.
+    """Softmax attention of every sequence over itself: ``dropout(softmax(scale * q @ k.T + bias)) @ v``.
 
     Scores, bias and softmax are in fp32 (fp64 for fp64 input). Grouped heads: query head h reads key head
     ``h // (H / Hkv)``. With m keys against n queries, query i stands at key position ``i + m - n``: the last query is
     aligned to the last key, and causality, window and bias are counted from there. A query that sees no key gives 0.
+
+    Dropout is torch's: a weight is 0 with probability ``dropout_p``, and divided by ``1 - dropout_p`` else. Which ones
+    drop is a pure function of the seed and of a weight's place, Philox-4x32-7 (Salmon et al. 2011; :mod:`.dropout` has
+    the layout of its counter): one seed has one mask on every backend, and nothing of T x T is kept for backward.
+
     "reference", "sdpa" and "flash_attn" read the lengths on the host, where ``torch.compile`` breaks the graph.
 
     Args:
@@ -181,6 +197,9 @@ def capsule_attention(
             head h (see :func:`t5_bias_table`). Frozen: no gradient is computed for it. "triton" on a GPU does not look
             at the lengths: there a sequence longer than Tmax gives NaN and no error.
         window: W: a query at i sees the keys ``i - W < j <= i`` of a causal call.
+        dropout_p: from 0 up to, but not, 1. "sdpa" and "flash_attn" take 0 alone.
+        seed: an int, or an int64 tensor of one element; looked at where ``dropout_p`` is not 0. None draws one from the
+            default generator of q's device, where ``torch.manual_seed`` and checkpointing find it.
         backend: "auto", "reference", "cpu", "sdpa" (torch's scaled_dot_product_attention a sequence at a time, any
             device), "triton" (head sizes up to 256, no fp64), or "flash_attn" (the flash-attn package, or torch's own
             build of it; fp16 and bf16, no bias).
@@ -200,7 +219,7 @@ def capsule_attention(
     if cu_seqlens_k is not None and not packed:
         raise ValueError("cu_seqlens_k was given without cu_seqlens: a padded call tells its keys by mask")
     _check_heads(q, k, v, packed)
-    _check_options(causal, scale, window, backend)
+    _check_options(causal, scale, window, dropout_p, backend)
     if bias_table is not None:
         _check_bias(bias_table, q)
     tensors = [("k", k), ("v", v), ("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)]
@@ -216,7 +235,8 @@ def capsule_attention(
             raise ValueError(f"rotary turns q and k by one table and wants one key a query, got {given}")
         q, k = apply_rotary(q, k, *rotary, backend=door)
 
-    options = (causal, float(scale), bias_table, window)
+    drawn = seed_of(seed, q.device) if dropout_p else None
+    options = (causal, float(scale), bias_table, window, float(dropout_p), drawn)
     if cu_seqlens is not None:
         cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[0])
         if cu_seqlens_k is None:

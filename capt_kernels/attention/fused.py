@@ -15,20 +15,22 @@ from torch.autograd.function import once_differentiable
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, kernels, q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window):
-        out, lse = kernels.attention_forward(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window)
-        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_k, bias_table)
+    def forward(ctx, kernels, q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p, seed):
+        where = (cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p, seed)
+        out, lse = kernels.attention_forward(q, k, v, *where)
+        ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, cu_seqlens_k, bias_table, seed)
         ctx.kernel = kernels.attention_backward
-        ctx.causal, ctx.scale, ctx.window = causal, scale, window
+        ctx.causal, ctx.scale, ctx.window, ctx.dropout_p = causal, scale, window, dropout_p
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        *saved, bias_table = ctx.saved_tensors
+        *saved, bias_table, seed = ctx.saved_tensors
         _, need_q, need_k, need_v = ctx.needs_input_grad[:4]
-        dq, dk, dv = ctx.kernel(grad, *saved, ctx.causal, ctx.scale, bias_table, ctx.window, need_q, need_k or need_v)
-        return None, dq if need_q else None, dk if need_k else None, dv if need_v else None, *[None] * 6
+        where = (ctx.causal, ctx.scale, bias_table, ctx.window)
+        dq, dk, dv = ctx.kernel(grad, *saved, *where, need_q, need_k or need_v, ctx.dropout_p, seed)
+        return None, dq if need_q else None, dk if need_k else None, dv if need_v else None, *[None] * 8
 
 
 def attention(
@@ -42,5 +44,8 @@ def attention(
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
-    return _Attention.apply(kernels, q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window)
+    where = (cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p, seed)
+    return _Attention.apply(kernels, q, k, v, *where)

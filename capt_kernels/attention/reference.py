@@ -9,12 +9,22 @@ import torch
 from torch import Tensor
 
 from ..library import accumulator
+from .dropout import kept
 
 
 def _attend(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, bias_table: Tensor | None, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    row: int,
+    causal: bool,
+    scale: float,
+    bias_table: Tensor | None,
+    window: int | None,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> Tensor:
-    """One sequence: n queries against m keys."""
+    """One sequence: n queries, the packed rows from ``row`` on, against m keys."""
     (n, heads, _), (m, key_heads, _) = q.shape, k.shape
     dtype = accumulator(q.dtype)
     wide_k, wide_v = (x.to(dtype).repeat_interleave(heads // key_heads, dim=1) for x in (k, v))
@@ -28,8 +38,11 @@ def _attend(
         seen = j <= i
     if window is not None:
         seen = seen & (j > i - window)
+    seen = seen & ~scores.isneginf()  # a bias of -inf hides a key, and may hide all of them
     weights = scores.masked_fill(~seen, -torch.inf).softmax(-1)
     weights = torch.where(seen.any(-1, keepdim=True), weights, 0)
+    if seed is not None:
+        weights = weights * kept(seed, dropout_p, heads, row, n, m) / (1 - dropout_p)
     return torch.einsum("hij,jhd->ihd", weights, wide_v).to(q.dtype)
 
 
@@ -43,13 +56,17 @@ def attention(
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """See :func:`capt_kernels.capsule_attention`."""
     *q_rows, q_rest = q.split([*queries, q.shape[0] - sum(queries)])
     *k_rows, _ = k.split([*keys, k.shape[0] - sum(keys)])
     *v_rows, _ = v.split([*keys, v.shape[0] - sum(keys)])
-    sequences = zip(q_rows, k_rows, v_rows, strict=True)
+    out, row = [], 0
     with torch.autocast(q.device.type, enabled=False):  # the oracle computes in fp32, whoever asks
-        out = [_attend(*rows, causal, scale, bias_table, window) for rows in sequences]
+        for query, key, value in zip(q_rows, k_rows, v_rows, strict=True):
+            out.append(_attend(query, key, value, row, causal, scale, bias_table, window, dropout_p, seed))
+            row += query.shape[0]
     # Rows past the last sequence are 0, whatever they hold, yet connected: an empty batch has a backward too.
     return torch.cat([*out, torch.where(q_rest.new_zeros((), dtype=torch.bool), q_rest, 0)])

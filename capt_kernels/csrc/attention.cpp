@@ -2,6 +2,8 @@
 #include "attention.h"
 
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <tuple>
 
 #include "tensors.h"
@@ -19,6 +21,18 @@ Tensor offsets_of(const char* name, const Tensor& offsets, int64_t count) {
   check_dtype(name, offsets, ScalarType::Int);
   check_sizes(name, offsets, {count});
   return torch::stable::contiguous(offsets);
+}
+
+Dropout dropout_of(double p, const std::optional<Tensor>& seed) {
+  STD_TORCH_CHECK(p >= 0 && p < 1, "dropout_p must be from 0 up to, but not, 1, got ", p);
+  STD_TORCH_CHECK((p > 0) == seed.has_value(), "seed must be given where dropout_p is not 0, and only there");
+  if (!seed) return {};
+  check_sizes("seed", *seed, {});
+  check_dtype("seed", *seed, ScalarType::Long);
+  const double words = std::min(std::nearbyint(std::ldexp(p, 32)), std::ldexp(1.0, 32) - 1);
+  const int64_t threshold = static_cast<int64_t>(words) + std::numeric_limits<int32_t>::min();
+  return {static_cast<uint64_t>(*static_cast<const int64_t*>(seed->const_data_ptr())), static_cast<int32_t>(threshold),
+          1 / (1 - p)};
 }
 
 // A call's tensors, laid out as the kernels take them and kept until these are done.
@@ -50,11 +64,12 @@ struct Call {
     for (Tensor* rows : {&q, &k, &v}) *rows = with_dense_rows(*rows);
   }
 
-  Attention describe(bool causal, double scale, std::optional<int64_t> window) const {
+  Attention describe(bool causal, double scale, std::optional<int64_t> window, const Dropout& dropout) const {
     const int32_t* offsets = static_cast<const int32_t*>(cu_seqlens.const_data_ptr());
     const int32_t* offsets_k = static_cast<const int32_t*>(cu_seqlens_k.const_data_ptr());
     Attention op{q.scalar_type(), cu_seqlens.numel() - 1, q.size(0), k.size(0), q.size(1), k.size(1), q.size(2),
-                 offsets, offsets_k, causal, window.value_or(0), scale, {}, 0, heads_of(q), heads_of(k), heads_of(v)};
+                 offsets, offsets_k, causal, window.value_or(0), scale, dropout, {}, 0,
+                 heads_of(q), heads_of(k), heads_of(v)};
     if (!bias) return op;
     op.bias = {bias->const_data_ptr(), bias->scalar_type(), {0, bias->stride(0), bias->stride(1)}};
     op.reach = (bias->size(1) + 1) / 2;
@@ -71,18 +86,20 @@ struct Call {
 std::tuple<Tensor, Tensor> attention_forward(
     const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens,
     const std::optional<Tensor>& cu_seqlens_k, bool causal, double scale, const std::optional<Tensor>& bias_table,
-    std::optional<int64_t> window) {
+    std::optional<int64_t> window, double dropout_p, const std::optional<Tensor>& seed) {
   const Call call(q, k, v, cu_seqlens, cu_seqlens_k, bias_table);
   Tensor out = empty(sizes_of(q), q.scalar_type());
   Tensor lse = empty({q.size(1), q.size(0)}, accumulator(q.scalar_type()));
-  attention_kernel({call.describe(causal, scale, window), heads_of(out), lse.mutable_data_ptr()});
+  attention_kernel(
+      {call.describe(causal, scale, window, dropout_of(dropout_p, seed)), heads_of(out), lse.mutable_data_ptr()});
   return {out, lse};
 }
 
 std::tuple<Tensor, Tensor, Tensor> attention_backward(
     const Tensor& grad, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out, const Tensor& lse,
     const Tensor& cu_seqlens, const std::optional<Tensor>& cu_seqlens_k, bool causal, double scale,
-    const std::optional<Tensor>& bias_table, std::optional<int64_t> window, bool need_q, bool need_keys) {
+    const std::optional<Tensor>& bias_table, std::optional<int64_t> window, bool need_q, bool need_keys,
+    double dropout_p, const std::optional<Tensor>& seed) {
   const Call call(q, k, v, cu_seqlens, cu_seqlens_k, bias_table);
   check_like("grad", grad, q);
   check_like("out", out, q);
@@ -93,8 +110,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(
   Tensor grad_q = empty(need_q ? sizes_of(q) : none, q.scalar_type());
   Tensor grad_k = empty(need_keys ? sizes_of(k) : none, q.scalar_type());
   Tensor grad_v = empty(need_keys ? sizes_of(v) : none, q.scalar_type());
-  attention_backward_kernel({call.describe(causal, scale, window), heads_of(grads), heads_of(outs),
-                             sums.const_data_ptr(), need_q ? heads_of(grad_q) : HeadRows{},
+  attention_backward_kernel({call.describe(causal, scale, window, dropout_of(dropout_p, seed)), heads_of(grads),
+                             heads_of(outs), sums.const_data_ptr(), need_q ? heads_of(grad_q) : HeadRows{},
                              need_keys ? heads_of(grad_k) : HeadRows{}, need_keys ? heads_of(grad_v) : HeadRows{}});
   return {grad_q, grad_k, grad_v};
 }

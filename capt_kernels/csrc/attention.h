@@ -18,6 +18,15 @@ struct HeadRows {
   }
 };
 
+// Of the weights: each is dropped with probability 1 - 1 / rescale, by capt_kernels/attention/dropout.py.
+struct Dropout {
+  uint64_t seed = 0;
+  int32_t threshold = 0;  // of the signed words of weights that are kept
+  double rescale = 1;     // of these weights; 1 where none is dropped
+
+  explicit operator bool() const { return rescale != 1; }
+};
+
 // What forward and backward share. Query i of n stands at key position i + m - n of m keys.
 struct Attention {
   ScalarType dtype;
@@ -27,6 +36,7 @@ struct Attention {
   bool causal;
   int64_t window;  // keys that a query sees up to its own; 0 for all
   double scale;
+  Dropout dropout;
   Vectors bias;   // [heads, 2 * reach - 1], or null data
   int64_t reach;  // the longest sequence that the bias serves
   HeadRows q, k, v;

@@ -5,44 +5,19 @@
 // order whatever the number of threads is. The backward forms the scores again, from q, k and the log-sum-exp.
 #include <cmath>
 
+#include "attention_dropout.h"
 #include "attention_rows.h"
 
 namespace capt {
 namespace CPU_CAPABILITY {
 namespace {
 
-// Queries of a piece of the forward: so many that laying out the keys for each does not count.
-constexpr int64_t kPiece = 6 * kQueries;
-
-struct Item {
-  int64_t sequence, key_head, begin, end;  // queries
-  int64_t cost;
-};
-
-// The costly ones first, so that threads end together.
-std::vector<Item> items_of(const Attention& op, bool in_pieces) {
-  std::vector<Item> items;
-  for (int64_t index = 0; index < op.batch; ++index) {
-    const Span span(op, index);
-    const int64_t step = in_pieces ? kPiece : std::max<int64_t>(span.n, 1);
-    int64_t begin = 0;
-    do {  // a sequence without queries is an item too: its keys have gradients, which are 0
-      const int64_t end = std::min(begin + step, span.n);
-      const int64_t seen = span.high(op, begin) + span.high(op, std::max<int64_t>(end - 1, 0));
-      for (int64_t head = 0; head < op.key_heads; ++head) items.push_back({index, head, begin, end, seen * (end - begin)});
-      begin = end;
-    } while (begin < span.n);
-  }
-  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
-  return items;
-}
-
-// `rows` rows of sums as T, times a factor.
-template <typename T, typename acc_t = Accumulator<T>>
+// `rows` rows of sums as T, times factor(row).
+template <typename T, typename Factor, typename acc_t = Accumulator<T>>
 void write_rows(const HeadRows& to, int64_t first, int64_t head, const acc_t* from, int64_t padded, int64_t rows,
-                int64_t width, acc_t factor) {
-  const Vector<acc_t> scale(factor);
+                int64_t width, Factor&& factor) {
   for (int64_t i = 0; i < rows; ++i) {
+    const Vector<acc_t> scale(factor(i));
     T* row = to.at<T>(first + i, head);
     along<acc_t>(width, [&](int64_t d, auto n) { store(row + d, load(from + i * padded + d, n) * scale, n); });
   }
@@ -55,12 +30,12 @@ void clear_rest(const HeadRows& to, int64_t first, int64_t rows, int64_t heads, 
 }
 
 // What both directions hold: a sequence's keys, and the scores of a block of queries with them.
-template <typename T>
+template <typename T, typename Op>
 class Worker {
  public:
   using acc_t = Accumulator<T>;
 
-  explicit Worker(const Attention& op)
+  explicit Worker(const Op& op)
       : op_(op), width_(op.width), padded_(round_up(op.width, Register<acc_t>::size())),
         group_(op.heads / op.key_heads), bias_(op, scratch_) {
     int64_t keys = 0;
@@ -74,6 +49,7 @@ class Worker {
     key_panels_ = scratch_.take(most_ * width_);
     products_ = scratch_.take(kQueries * stride_);
     sums_ = scratch_.take(kQueries * padded_);
+    if (op.dropout) factors_ = scratch_.take(most_);
   }
 
  protected:
@@ -118,23 +94,32 @@ class Worker {
     return row;
   }
 
-  const Attention& op_;
+  // What dropout multiplies the weights of query i of a block with; null without dropout.
+  const acc_t* factors(const Span& span, const Block& block, int64_t i, int64_t head) {
+    if (factors_ != nullptr) {
+      dropout_row(op_.dropout, head, span.q_begin + block.first + i, block.low, block.columns, factors_);
+    }
+    return factors_;
+  }
+
+  const Op& op_;
   Scratch<acc_t> scratch_;
   const int64_t width_, padded_, group_;
   int64_t most_, stride_;
   BiasRow<acc_t> bias_;
-  acc_t *queries_copy_, *keys_copy_, *values_copy_, *key_panels_, *products_, *sums_;
+  acc_t *queries_copy_, *keys_copy_, *values_copy_, *key_panels_, *products_, *sums_, *factors_ = nullptr;
   Left<acc_t> keys_, values_;
   Right<acc_t> panels_;
 };
 
 template <typename T>
-class Forward : Worker<T> {
-  using Base = Worker<T>;
+class Forward : Worker<T, AttentionForward> {
+  using Base = Worker<T, AttentionForward>;
   using typename Base::acc_t;
+  using Base::op_;
 
  public:
-  explicit Forward(const AttentionForward& op) : Base(op), op_(op) {}
+  explicit Forward(const AttentionForward& op) : Base(op) {}
 
   void run(const Item& item) {
     const Span span(op_, item.sequence);
@@ -147,17 +132,24 @@ class Forward : Worker<T> {
         const auto q = this->rows_of(op_.q, span.q_begin + first, head, rows, this->queries_copy_);
         const auto block = this->multiply_keys(span, q, first, rows);
         acc_t* lse = static_cast<acc_t*>(op_.lse) + head * op_.rows + span.q_begin + first;
-        for (int64_t i = 0; i < rows; ++i) lse[i] = weigh(this->score(span, block, i, 0), block.columns);
+        acc_t shares[kQueries];
+        for (int64_t i = 0; i < rows; ++i) {
+          acc_t* row = this->score(span, block, i, 0);
+          lse[i] = weigh(row, block.columns, shares[i]);
+          if (const acc_t* factors = this->factors(span, block, i, head)) drop(row, factors, block.columns);
+        }
         multiply({this->products_, this->stride_, 1}, this->right(this->values_, block.low), this->sums_, this->padded_,
                  rows, this->padded_, block.high - block.low);
-        write_rows<T>(op_.out, span.q_begin + first, head, this->sums_, this->padded_, rows, this->width_, acc_t(1));
+        write_rows<T>(op_.out, span.q_begin + first, head, this->sums_, this->padded_, rows, this->width_,
+                      [&](int64_t i) { return shares[i]; });
       }
     }
   }
 
  private:
-  // Scores become weights that sum to 1 (or to 0, where all are -inf). Returns their log-sum-exp in base 2.
-  static acc_t weigh(acc_t* row, int64_t columns) {
+  // Scores become weights that sum to 1 (or to 0, where all are -inf) once times `share`, which is left to the output,
+  // being shorter. Returns their log-sum-exp in base 2.
+  static acc_t weigh(acc_t* row, int64_t columns, acc_t& share) {
     const acc_t nothing = -std::numeric_limits<acc_t>::infinity();
     Vector<acc_t> highest(nothing), sum(acc_t(0));
     for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) highest = maximum(highest, load(row + j, Whole<acc_t>{}));
@@ -169,25 +161,28 @@ class Forward : Worker<T> {
       sum = sum + weight;
       store(row + j, weight, Whole<acc_t>{});
     }
+    share = 1;
     if (peak == nothing) return nothing;
     const acc_t total = horizontal_sum<acc_t>(sum);
-    const Vector<acc_t> share(acc_t(1) / total);
-    for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) {
-      store(row + j, load(row + j, Whole<acc_t>{}) * share, Whole<acc_t>{});
-    }
+    share = 1 / total;
     return (peak + std::log(total)) * acc_t(kLog2E);
   }
 
-  const AttentionForward& op_;
+  static void drop(acc_t* row, const acc_t* factors, int64_t columns) {
+    for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) {
+      store(row + j, load(row + j, Whole<acc_t>{}) * load(factors + j, Whole<acc_t>{}), Whole<acc_t>{});
+    }
+  }
 };
 
 template <typename T>
-class Backward : Worker<T> {
-  using Base = Worker<T>;
+class Backward : Worker<T, AttentionBackward> {
+  using Base = Worker<T, AttentionBackward>;
   using typename Base::acc_t;
+  using Base::op_;
 
  public:
-  explicit Backward(const AttentionBackward& op) : Base(op), op_(op) {
+  explicit Backward(const AttentionBackward& op) : Base(op) {
     grad_copy_ = this->scratch_.take(kQueries * this->padded_);
     value_panels_ = this->scratch_.take(this->most_ * this->width_);
     grad_scores_ = this->scratch_.take(kQueries * this->stride_);
@@ -198,6 +193,7 @@ class Backward : Worker<T> {
   void run(const Item& item) {
     const Span span(op_, item.sequence);
     const int64_t padded = this->padded_, stride = this->stride_, width = this->width_;
+    const auto scale = [&](int64_t) { return acc_t(op_.scale); };
     this->lay_out_keys(span, item.key_head);
     const auto value_panels = panels(this->values_, span.m, width, value_panels_);
     for (acc_t* sums : {grad_keys_, grad_values_}) std::fill_n(sums, span.m * padded, acc_t(0));
@@ -216,7 +212,7 @@ class Backward : Worker<T> {
         const Left<acc_t> weights{this->products_, stride, 1}, grad_scores{grad_scores_, stride, 1};
         if (op_.grad_q) {
           multiply(grad_scores, this->right(this->keys_, block.low), this->sums_, padded, rows, padded, keys);
-          write_rows<T>(op_.grad_q, begin, head, this->sums_, padded, rows, width, acc_t(op_.scale));
+          write_rows<T>(op_.grad_q, begin, head, this->sums_, padded, rows, width, scale);
         }
         if (op_.grad_k) {
           acc_t* grad_keys = grad_keys_ + block.low * padded;
@@ -227,30 +223,40 @@ class Backward : Worker<T> {
       }
     }
     if (op_.grad_k) {
-      write_rows<T>(op_.grad_k, span.k_begin, item.key_head, grad_keys_, padded, span.m, width, acc_t(op_.scale));
-      write_rows<T>(op_.grad_v, span.k_begin, item.key_head, grad_values_, padded, span.m, width, acc_t(1));
+      write_rows<T>(op_.grad_k, span.k_begin, item.key_head, grad_keys_, padded, span.m, width, scale);
+      const auto one = [](int64_t) { return acc_t(1); };
+      write_rows<T>(op_.grad_v, span.k_begin, item.key_head, grad_values_, padded, span.m, width, one);
     }
   }
 
  private:
   // A row of scores becomes weights P again, and a row of dP becomes dS = P * (dP - delta), delta being sum(dO * O).
+  // With factors M of dropout, what O was made of is P * M, and dP is M times what it is without.
   void differentiate(const Span& span, const typename Base::Block& block, int64_t i, int64_t begin, int64_t head,
                      const acc_t* grad) {
-    const T* out = op_.out.at<const T>(begin + i, head);
+    const T* out = op_.out.template at<const T>(begin + i, head);
     Vector<acc_t> product(acc_t(0));
     along<acc_t>(this->width_, [&](int64_t d, auto n) { product = product + load(out + d, n) * load(grad + d, n); });
     const Vector<acc_t> delta(horizontal_sum<acc_t>(product));
     const acc_t lse = static_cast<const acc_t*>(op_.lse)[head * op_.rows + begin + i] / acc_t(kLog2E);
     acc_t* row = this->score(span, block, i, std::isinf(lse) ? acc_t(0) : lse);
     acc_t* grads = grad_scores_ + i * this->stride_;
-    for (int64_t j = 0; j < block.columns; j += Whole<acc_t>::value) {
-      const Vector<acc_t> weight = load(row + j, Whole<acc_t>{}).exp();
-      store(row + j, weight, Whole<acc_t>{});
-      store(grads + j, weight * (load(grads + j, Whole<acc_t>{}) - delta), Whole<acc_t>{});
-    }
+    const acc_t* factors = this->factors(span, block, i, head);
+    with_flag(factors != nullptr, [&](auto drops) {
+      for (int64_t j = 0; j < block.columns; j += Whole<acc_t>::value) {
+        const Vector<acc_t> weight = load(row + j, Whole<acc_t>{}).exp();
+        Vector<acc_t> used = weight, grad_weight = load(grads + j, Whole<acc_t>{});
+        if constexpr (decltype(drops)::value) {
+          const Vector<acc_t> factor = load(factors + j, Whole<acc_t>{});
+          used = used * factor;
+          grad_weight = grad_weight * factor;
+        }
+        store(row + j, used, Whole<acc_t>{});
+        store(grads + j, weight * (grad_weight - delta), Whole<acc_t>{});
+      }
+    });
   }
 
-  const AttentionBackward& op_;
   acc_t *grad_copy_, *value_panels_, *grad_scores_, *grad_keys_, *grad_values_;
 };
 

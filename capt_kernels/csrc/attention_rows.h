@@ -131,6 +131,32 @@ inline void score_row(
   std::fill(row + end, row + columns, -std::numeric_limits<acc_t>::infinity());
 }
 
+// Queries of a piece of the forward: so many that laying out the keys for each does not count.
+constexpr int64_t kPiece = 6 * kQueries;
+
+struct Item {
+  int64_t sequence, key_head, begin, end;  // queries
+  int64_t cost;
+};
+
+// The costly ones first, so that threads end together.
+inline std::vector<Item> items_of(const Attention& op, bool in_pieces) {
+  std::vector<Item> items;
+  for (int64_t index = 0; index < op.batch; ++index) {
+    const Span span(op, index);
+    const int64_t step = in_pieces ? kPiece : std::max<int64_t>(span.n, 1);
+    int64_t begin = 0;
+    do {  // a sequence without queries is an item too: its keys have gradients, which are 0
+      const int64_t end = std::min(begin + step, span.n);
+      const int64_t seen = span.high(op, begin) + span.high(op, std::max<int64_t>(end - 1, 0));
+      for (int64_t head = 0; head < op.key_heads; ++head) items.push_back({index, head, begin, end, seen * (end - begin)});
+      begin = end;
+    } while (begin < span.n);
+  }
+  std::stable_sort(items.begin(), items.end(), [](const Item& a, const Item& b) { return a.cost > b.cost; });
+  return items;
+}
+
 // Every thread has a worker, which takes the next item when it is done with one: sequences are uneven.
 template <typename Worker, typename Op, typename Item>
 inline void share(const Op& op, const std::vector<Item>& items) {

@@ -16,7 +16,7 @@ from .naive import ENCODERS, batch_of, make_base, randomise
 
 
 def without_dropout(base):
-    """Packed rows want an attention that does not drop out in training."""
+    """Both backends then compute one function; test_dropout has the masks."""
     for module in base.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

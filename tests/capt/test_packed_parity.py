@@ -89,12 +89,8 @@ def test_lengths(length):
 
 def test_what_makes_auto_fall_back_and_fused_raise():
     model = get_capt_model(make_base("t5"), CaptConfig()).double()
-    model.train()
-    assert model._runner.choose("shift") is model._runner.reference
-    with pytest.raises(NotImplementedError, match="cannot run this base: its attention drops out"):
-        model.backend = "fused"
-    model.eval()
-    assert model._runner.choose("shift") is model._runner.packed
+    for training in (True, False):
+        assert model.train(training)._runner.choose("shift") is model._runner.packed
     with pytest.raises(NotImplementedError, match="positions='keep'"):
         get_capt_model(make_base("t5"), CaptConfig(positions="keep")).eval().backend = "fused"
 

@@ -21,17 +21,18 @@ from capt_kernels.attention.triton import attention_backward, attention_forward,
 SHARED = {"sm_80": 99 << 10, "sm_90": 227 << 10, "sm_100": 227 << 10, "gfx942": 64 << 10}
 
 
-def launches(head: int, dtype: torch.dtype, biased: bool):
+def launches(head: int, dtype: torch.dtype, biased: bool, drops: bool):
     """Forward and backward of T5 (bidirectional, with a bias) or of Llama (causal, grouped heads)."""
     heads, key_heads = (12, 12) if biased else (32, 8)
     q, k = (torch.empty(2048, h, head, dtype=dtype) for h in (heads, key_heads))
     cu_seqlens = torch.arange(0, 2049, 512, dtype=torch.int32)
     where = (cu_seqlens, cu_seqlens, not biased, 0.125, torch.empty(heads, 1023) if biased else None, None)
     saved = (q, k, k, q, torch.empty(heads, 2048))
+    dropout = (0.1, torch.tensor(1)) if drops else ()
 
     def call():
-        attention_forward(q, k, k, *where)
-        attention_backward(q, *saved, *where, True, True)
+        attention_forward(q, k, k, *where, *dropout)
+        attention_backward(q, *saved, *where, True, True, *dropout)
 
     return record(call)
 
@@ -39,10 +40,13 @@ def launches(head: int, dtype: torch.dtype, biased: bool):
 def main(target: str) -> None:
     blocks.architecture = lambda kind, index: target
     inspect = inspect_amd if TARGETS[target].backend == "hip" else inspect_nvidia
-    for head, dtype, biased in itertools.product((64, 128), (torch.bfloat16, torch.float32), (False, True)):
-        for kernel, arguments, options in launches(head, dtype, biased):
+    kinds = itertools.product((64, 128), (torch.bfloat16, torch.float32), (False, True), (False, True))
+    for head, dtype, biased, drops in kinds:
+        for kernel, arguments, options in launches(head, dtype, biased, drops):
             compiled = triton.compile(source(kernel, arguments), target=TARGETS[target], options=options)
-            name = f"{kernel.__name__} {head} {dtype}{' with a bias' if biased else ''}"
+            name = (
+                f"{kernel.__name__} {head} {dtype}{' with a bias' if biased else ''}{' with dropout' if drops else ''}"
+            )
             spare = SHARED[target] - compiled.metadata.shared
             print(json.dumps({"kernel": name, "spare": spare} | inspect(compiled)), flush=True)
 

@@ -76,29 +76,28 @@ def places(lengths, others, rows):
     return sequence, position
 
 
-def dense(case, options):
-    """The definition: every row of q against every row of k at once, what lies in another sequence unseen."""
+def dense(case, options, factors=None):
+    """The definition: every row of q against every row of k, other sequences unseen; dropout by ``factors``."""
     keys = case.lengths if case.keys is None else case.keys
 
     def attention(q, k, v):
         q_sequence, i = places(case.lengths, keys, len(q))
         k_sequence, j = places(keys, keys, len(k))
-        group = case.heads // case.key_heads
         distance = j - i[:, None]
         seen = (q_sequence[:, None] == k_sequence) & (q_sequence[:, None] >= 0)
-        if case.causal:
-            seen = seen & (distance <= 0)
+        seen = seen & (distance <= 0) if case.causal else seen
         if case.window is not None:
             seen = seen & (distance > -case.window)
         outputs = []
-        for h in range(case.heads):
-            scores = case.scale * q[:, h] @ k[:, h // group].T
+        for h, factor in enumerate([1] * case.heads if factors is None else factors):
+            key_head = h * case.key_heads // case.heads
+            scores = case.scale * q[:, h] @ k[:, key_head].T
             if case.bias:
-                table = options["bias_table"][h].cpu().double()
-                scores = scores + table[(distance + case.bias - 1).clamp(0, 2 * case.bias - 2)]
+                place = (distance + case.bias - 1).clamp(0, 2 * case.bias - 2)
+                scores = scores + options["bias_table"][h].cpu().double()[place]
             weight = torch.where(seen, (scores - scores.detach().max() if scores.numel() else scores).exp(), 0)
             total = weight.sum(-1, keepdim=True)
-            outputs.append(torch.where(total > 0, weight / total.where(total > 0, 1), 0) @ v[:, h // group])
+            outputs.append(weight / total.where(total > 0, 1) * factor @ v[:, key_head])
         return torch.stack(outputs, 1)
 
     return attention
@@ -225,6 +224,22 @@ def test_a_bias_that_fp16_cannot_add(backend):
     )
     high = torch.tensor(0.5).sigmoid().item()
     assert out[:, 0, 0].tolist() == pytest.approx([high, 1 - high], abs=1e-3)
+
+
+@pytest.mark.parametrize("hidden", ["all", "others"])
+def test_a_bias_of_minus_infinity_hides_keys(hidden, backend):
+    """All of them, so that the result is 0 as of a query that sees no key; or all but the query's own."""
+    q, k, v = (torch.randn(3, 1, 8, dtype=checks.exact(backend), requires_grad=True) for _ in "qkv")
+    bias = torch.full((1, 5), -torch.inf)
+    bias[0, 2] = -torch.inf if hidden == "all" else 0.0
+    out = ck.capsule_attention(
+        q, k, v, cu_seqlens=offsets([3]), causal=False, scale=0.3, bias_table=bias, backend=backend
+    )
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    own = torch.zeros_like(v) if hidden == "all" else v
+    torch.testing.assert_close(out, own, rtol=1e-5, atol=0)
+    for gradient, each in zip(gradients, (0.0, 0.0, float(hidden == "others")), strict=True):
+        torch.testing.assert_close(gradient, torch.full_like(gradient, each), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("is_decoder", [False, True])

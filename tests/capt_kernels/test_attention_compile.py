@@ -23,7 +23,7 @@ def reports():
 def test_kernels_fit(reports, target):
     report = reports[target].result()
     assert {kernel["kernel"].split()[0] for kernel in report} == {"forward_kernel", "query_kernel", "key_kernel"}
-    assert len(report) == 3 * 8
+    assert len(report) == 3 * 16
     for kernel in report:
         assert kernel["stack"] == 0, kernel
         assert kernel["spare"] >= 0, kernel

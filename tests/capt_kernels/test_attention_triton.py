@@ -81,7 +81,7 @@ def test_queries_without_a_key(causal):
     out, lse, dq, dk, dv = attend(q, k[:5], v[:5], (7, 5), (3, 0), causal=causal)
     blind = torch.tensor([causal] * 4 + [False] * 3 + [True] * 5)
     assert not out[blind].any()
-    assert torch.equal(lse == -torch.inf, blind.expand(2, -1))
+    assert torch.equal(lse == torch.inf, blind.expand(2, -1))
     assert not dq[blind].any()
     assert all(grad.isfinite().all() for grad in (out, dq, dk, dv))
     assert not dk[3:].any()
@@ -166,14 +166,15 @@ def registered():
         yield torch.ops.capt_kernels
 
 
+@pytest.mark.parametrize("dropout", [(), (0.3, torch.tensor(3))], ids=["", "dropout"])
 @pytest.mark.parametrize("more", [(True, 0.3, None, 4), (False, 1.0, torch.randn(2, 19), None)], ids=["window", "bias"])
-def test_schema_and_fake(more, registered):
+def test_schema_and_fake(more, dropout, registered):
     q, k, v = (torch.randn(12, heads, 8) for heads in (2, 1, 1))
     where = (offsets([7, 4]), offsets([7, 4]), *more)
-    torch.library.opcheck(registered.attention_forward.default, (q, k, v, *where))
-    out, lse = registered.attention_forward(q, k, v, *where)
+    torch.library.opcheck(registered.attention_forward.default, (q, k, v, *where, *dropout))
+    out, lse = registered.attention_forward(q, k, v, *where, *dropout)
     for needed in ((True, True), (True, False), (False, True)):
-        arguments = (torch.randn_like(out), q, k, v, out, lse, *where, *needed)
+        arguments = (torch.randn_like(out), q, k, v, out, lse, *where, *needed, *dropout)
         torch.library.opcheck(registered.attention_backward.default, arguments)
 
 

@@ -1,7 +1,8 @@
 """The backward: every score is computed again, once for the queries' gradients and once for the keys' and values'.
 
 With P the weights and dO the incoming gradient: ``dV = P^T dO``, ``dS = P * (dO V^T - delta)``, ``dQ = scale * dS K``,
-``dK = scale * dS^T Q``, where delta is the row sum of ``dO * O``. The kernel of queries goes first, since it has the
+``dK = scale * dS^T Q``, where delta is the row sum of ``dO * O``. Dropout by M, the mask over ``1 - p``, makes it
+``dV = (P * M)^T dO`` and ``dS = P * (M * dO V^T - delta)``. The kernel of queries goes first, since it has the
 rows at hand that delta needs, and leaves it for the other. The bias is frozen: there is no gradient of it, and dS never
 leaves the registers.
 """
@@ -20,6 +21,7 @@ from .layout import (
     element_strided,
     exponent,
     find_rows,
+    kept,
     keys_seen,
     load_rows,
     programs,
@@ -34,7 +36,7 @@ from .layout import (
 def query_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, grad_ptr, out_ptr, lse_ptr, delta_ptr, dq_ptr, cu_ptr, cu_k_ptr,
     q_stride, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, grad_stride, grad_stride_h,
-    batch, rows, key_rows, heads, group, reach, window, scale,
+    batch, rows, key_rows, heads, group, reach, window, scale, seed_ptr, threshold, rescale,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -77,9 +79,12 @@ def query_kernel(
         product = tl.dot(q, tl.trans(k), input_precision="ieee")
         s = score(product, i[:, None], j[None, :], bias_ptr, scale, queries, keys)
         p = tl.math.exp2(s * factor - lse[:, None])
-        # Selected, not subtracted from: a query that sees no key has lse = -inf, and what exp2 makes of that goes here.
+        # Selected, not subtracted from: what exp2 makes of the score of a key that is not seen goes here.
         p = tl.where(seen(i[:, None], j[None, :], queries, keys, window, CAUSAL), p, 0.0)
         dp = tl.dot(grad, tl.trans(v), input_precision="ieee")
+        if seed_ptr is not None:
+            keep = kept(seed_ptr, threshold, head, start + first, start_n, False, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp * rescale, 0.0)
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     dq_ptr += start * heads * HEAD + head * HEAD
@@ -90,7 +95,7 @@ def query_kernel(
 def key_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, cu_ptr, cu_k_ptr,
     q_stride, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h, grad_stride, grad_stride_h,
-    batch, rows, key_rows, heads, group, reach, window, scale,
+    batch, rows, key_rows, heads, group, reach, window, scale, seed_ptr, threshold, rescale,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -139,10 +144,19 @@ def key_kernel(
         p = tl.math.exp2(s * factor - lse[None, :])
         if CAUSAL:
             p = tl.where(seen(i[None, :], j[:, None], queries, keys, window, CAUSAL), p, 0.0)
-        dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
-        dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+        # The orders in which neither spills: a mask lives from its first use to its last.
+        if seed_ptr is None:
+            dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+        else:
+            dp = tl.dot(v, tl.trans(grad), input_precision="ieee")
+            keep = kept(seed_ptr, threshold, head, start + start_m, first, True, BLOCK_M, BLOCK_N)
+            dp = tl.where(keep, dp * rescale, 0.0)
+            dv = tl.dot(tl.where(keep, p, 0.0).to(grad.dtype), grad, dv, input_precision="ieee")
         ds = p * (dp - delta[None, :])
         dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
+    if seed_ptr is not None:
+        dv *= rescale
     key_heads = heads // group
     offset = key_start * key_heads * HEAD + key_head * HEAD
     store_rows(dk_ptr + offset, key_heads * HEAD, first, keys, dk * scale, HEAD, BLOCK_N, BLOCK_D)
@@ -164,6 +178,8 @@ def attention_backward(
     window: int | None,
     need_q: bool,
     need_keys: bool,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each empty unless asked for; those of k and v come together."""
     (rows, heads, _), (key_rows, key_heads, _) = q.shape, k.shape
@@ -171,17 +187,17 @@ def attention_backward(
     dk, dv = (x.new_empty(x.shape if need_keys else 0) for x in (k, v))
     delta = torch.empty_like(lse)
     grad = element_strided(grad)
-    common = arguments(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window)
+    common = arguments(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p, seed)
     common |= {"grad_ptr": grad, "grad_stride": grad.stride(0), "grad_stride_h": grad.stride(1)}
     common |= {"lse_ptr": lse, "delta_ptr": delta}
     with torch.accelerator.device_index(q.device.index):
         if q.numel():
-            blocks = blocks_for("queries", q, bias_table is not None)
+            blocks = blocks_for("queries", q, bias_table is not None, seed is not None)
             query_kernel[programs(rows, cu_seqlens, blocks.m), heads](
                 **common, out_ptr=out.contiguous(), dq_ptr=dq if need_q else None, **blocks.options
             )
         if k.numel() and need_keys:
-            blocks = blocks_for("keys", q, bias_table is not None)
+            blocks = blocks_for("keys", q, bias_table is not None, seed is not None)
             key_kernel[programs(key_rows, cu_seqlens, blocks.n), key_heads](
                 **common, dk_ptr=dk, dv_ptr=dv, **blocks.options
             )

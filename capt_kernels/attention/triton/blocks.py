@@ -90,6 +90,17 @@ _SINGLE = {
         "keys": _row((32, 32, 4, 1), (16, 32, 8, 1), (16, 16, 4, 1)),
     },
 }
+#: With dropout the words of a mask take the registers of half the side that is walked, and a block has that half less.
+#: Where it is not what fits, by architecture, kernel and row of head sizes:
+_DROPOUT = {
+    ("sm_80", "keys+", 0): Blocks(32, 64, 4, 1),
+    ("sm_100", "forward+", 1): Blocks(128, 32, 8, 2),
+    ("sm", "forward", 0): Blocks(32, 32, 8, 1),
+    ("sm", "forward", 1): Blocks(16, 16, 8, 1),
+    ("sm", "queries", 1): Blocks(16, 16, 8, 1),
+    ("sm", "keys", 0): Blocks(32, 32, 8, 1),
+    ("gfx", "keys", 1): Blocks(16, 16, 4, 1),
+}
 #: Small, so that a test of some hundred rows has several; what a step costs in the interpreter is its Python.
 _INTERPRETER = {"forward": Blocks(32, 64, 4, 1), "queries": Blocks(32, 64, 4, 1), "keys": Blocks(64, 32, 4, 1)}
 
@@ -107,21 +118,28 @@ def architecture(kind: str, index: int | None) -> str:
     return f"sm_{major}{minor}"
 
 
-def _table(name: str) -> dict[str, _Row]:
-    """The table of an architecture, or of the one whose limits are nearest below."""
+def _nearest(name: str) -> str:
+    """The architecture itself, or the one in the tables whose limits are nearest below."""
     if name in _HALF:
-        return _HALF[name]
+        return name
     if name.startswith("sm_"):
-        return _HALF["sm_100" if name.startswith("sm_10") else "sm_80"]
-    return _HALF["gfx942"]
+        return "sm_100" if name.startswith("sm_10") else "sm_80"
+    return "gfx942"
 
 
-def blocks_for(kernel: str, q: Tensor, biased: bool) -> Blocks:
+def blocks_for(kernel: str, q: Tensor, biased: bool, drops: bool) -> Blocks:
     """The blocks of ``kernel`` ("forward", "queries" or "keys") for the head size, dtype and device of ``q``."""
     name = architecture(q.device.type, q.device.index)
     if name == "interpreter":
         return _INTERPRETER[kernel]
     size = 0 if q.shape[-1] <= 64 else 1 if q.shape[-1] <= 128 else 2
-    if q.dtype != torch.float32:
-        return _table(name)[kernel + "+" * biased][size]
-    return _SINGLE["sm" if name.startswith("sm_") else "gfx"][kernel][size]
+    if q.dtype == torch.float32:
+        name, row = "sm" if name.startswith("sm_") else "gfx", kernel
+        blocks = _SINGLE[name][row][size]
+    else:
+        name, row = _nearest(name), kernel + "+" * biased
+        blocks = _HALF[name][row][size]
+    if not drops:
+        return blocks
+    walked = {"m": max(blocks.m // 2, 16)} if kernel == "keys" else {"n": max(blocks.n // 2, 16)}
+    return _DROPOUT.get((name, row, size)) or blocks._replace(**walked)

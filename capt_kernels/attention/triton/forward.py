@@ -18,6 +18,7 @@ from .layout import (
     bias_origin,
     exponent,
     find_rows,
+    kept,
     keys_seen,
     load_rows,
     programs,
@@ -31,7 +32,7 @@ from .layout import (
 def forward_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, out_ptr, lse_ptr, cu_ptr, cu_k_ptr,
     q_stride, q_stride_h, k_stride, k_stride_h, v_stride, v_stride_h,
-    batch, rows, key_rows, heads, group, reach, window, scale,
+    batch, rows, key_rows, heads, group, reach, window, scale, seed_ptr, threshold, rescale,
     HEAD: tl.constexpr, CAUSAL: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -73,6 +74,8 @@ def forward_kernel(
         p = tl.math.exp2(s * factor - (pivot * factor)[:, None])
         shrink = tl.math.exp2((highest - pivot) * factor)
         total = total * shrink + tl.sum(p, 1)
+        if seed_ptr is not None:
+            p = tl.where(kept(seed_ptr, threshold, head, start + first, start_n, False, BLOCK_M, BLOCK_N), p, 0.0)
         v = load_rows(v_ptr, v_stride, start_n, keys, HEAD, BLOCK_N, BLOCK_D)
         out = tl.dot(p.to(v.dtype), v, out * shrink[:, None], input_precision="ieee")
         highest = raised
@@ -80,9 +83,12 @@ def forward_kernel(
     blind = highest == float("-inf")
     total = tl.where(blind, 1.0, total)
     out = out / total[:, None]
+    if seed_ptr is not None:
+        out *= rescale
     if bias_ptr is not None:
         out += tl.where(too_short, float("nan"), 0.0)
-    lse = highest * factor + tl.math.log2(total)
+    # Less +inf, every score of a query that sees no key comes back as a weight of 0, even one that is -inf itself.
+    lse = tl.where(blind, float("inf"), highest * factor + tl.math.log2(total))
     out_ptr += start * heads * HEAD + head * HEAD
     store_rows(out_ptr, heads * HEAD, first, queries, out, HEAD, BLOCK_M, BLOCK_D)
     tl.store(lse_ptr + tl.cast(head, tl.int64) * rows + start + i, lse, mask=i < queries)
@@ -98,16 +104,22 @@ def attention_forward(
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
+    dropout_p: float = 0.0,
+    seed: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See :func:`capt_kernels.capsule_attention`. Returns the output and the log-sum-exp in base 2, fp32 ``[H, R]``."""
+    """See :func:`capt_kernels.capsule_attention`.
+
+    Returns:
+        The output, and the log-sum-exp in base 2, fp32 ``[H, R]``; +inf of a query that sees no key.
+    """
     rows, heads, _ = q.shape
     out = q.new_empty(q.shape)
     lse = q.new_empty(heads, rows, dtype=torch.float32)
-    blocks = blocks_for("forward", q, bias_table is not None)
+    blocks = blocks_for("forward", q, bias_table is not None, seed is not None)
     with torch.accelerator.device_index(q.device.index):
         if q.numel():
             forward_kernel[programs(rows, cu_seqlens, blocks.m), heads](
-                **arguments(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window),
+                **arguments(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p, seed),
                 out_ptr=out, lse_ptr=lse, **blocks.options,
             )  # fmt: skip
     return out, lse

@@ -17,9 +17,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .. import dropout
+
 #: Sequence starts that a program looks through at once.
 _SEARCH = tl.constexpr(256)
 LOG2_E = tl.constexpr(1.4426950408889634)
+ROUNDS = tl.constexpr(dropout.ROUNDS)
 
 
 @triton.jit
@@ -133,6 +136,28 @@ def seen(i, j, queries, keys, window, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def kept(seed_ptr, threshold, head, row, first, KEYS_FIRST: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The weights that do not drop out (see :mod:`..dropout`), of packed rows from ``row`` on, keys from ``first`` on.
+
+    ``[BLOCK_M, BLOCK_N]``, transposed with ``KEYS_FIRST``. ``first`` is a multiple of 4.
+    """
+    seed = tl.load(seed_ptr)
+    row = tl.cast(row, tl.int32) + tl.arange(0, BLOCK_M)
+    quad = first // 4 + tl.arange(0, BLOCK_N // 4)
+    if KEYS_FIRST:
+        row, quad = row[None, :], quad[:, None]
+    else:
+        row, quad = row[:, None], quad[None, :]
+    a, b, c, d = tl.philox(seed, quad, row, tl.cast(head, tl.int32), 0, ROUNDS)
+    words = tl.join(tl.join(a, c), tl.join(b, d))
+    if KEYS_FIRST:
+        words = tl.reshape(tl.permute(words, (0, 2, 3, 1)), (BLOCK_N, BLOCK_M))
+    else:
+        words = tl.reshape(words, (BLOCK_M, BLOCK_N))
+    return words.to(tl.int32, bitcast=True) >= threshold
+
+
+@triton.jit
 def bias_origin(bias_ptr, head, reach):
     """Where a head's row of the table ``[H, 2 * reach - 1]`` has distance 0."""
     return bias_ptr + tl.cast(head, tl.int64) * (2 * reach - 1) + reach - 1
@@ -151,7 +176,7 @@ def element_strided(rows: Tensor) -> Tensor:
 
 def arguments(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, cu_seqlens_k: Tensor | None,
-    causal: bool, scale: float, bias_table: Tensor | None, window: int | None,
+    causal: bool, scale: float, bias_table: Tensor | None, window: int | None, dropout_p: float, seed: Tensor | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What every kernel takes."""
     q, k, v = element_strided(q), element_strided(k), element_strided(v)
@@ -166,5 +191,7 @@ def arguments(
         "reach": 0 if bias_table is None else (bias_table.shape[1] + 1) // 2,
         # A window as long as all keys hides none.
         "window": None if window is None or window >= key_rows else window, "scale": scale,
+        "seed_ptr": seed, "threshold": None if seed is None else dropout.threshold(dropout_p),
+        "rescale": None if seed is None else 1 / (1 - dropout_p),
         "group": heads // key_heads, "HEAD": head, "CAUSAL": causal, "BLOCK_D": max(16, triton.next_power_of_2(head)),
     }  # fmt: skip
