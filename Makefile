@@ -11,6 +11,7 @@ setup: $(STAMP)
 
 # torch goes first and alone: what comes after must build against it and must not replace it.
 $(STAMP): $(SOURCES)
+	@echo "setting up $(VENV): about four minutes and 3 GB"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt setuptools wheel cmake ninja

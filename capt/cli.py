@@ -192,6 +192,8 @@ def _texts(given: argparse.Namespace, run: Run) -> tuple[list[Example], str]:
     """The texts of --text, --file or stdin, and what to call them in errors."""
     if given.file is not None and given.file.suffix.lower() in (".csv", ".tsv", ".jsonl"):
         return read_examples(given.file, _columns(run, given.text_column), None), str(given.file)
+    if given.text_column is not None:
+        raise ValueError("--text-column names a column of a CSV, TSV or JSON Lines --file, and none was given")
     if len(run.prompt.fields) > 1:
         raise ValueError(f"the run takes {', '.join(run.prompt.fields)}: give them as columns of a --file")
     if given.file is not None:

@@ -88,7 +88,10 @@ class CaptConfig:
         if self.label_words is not None:
             words = tuple(self.label_words) if isinstance(self.label_words, list | tuple) else ()
             if len(words) < 2 or len(set(words)) != len(words) or not all(type(w) is int and w >= 0 for w in words):
-                raise ValueError(f"label_words must be at least two different vocabulary ids, got {self.label_words!r}")
+                raise ValueError(
+                    f"label_words must be at least two different vocabulary ids, got {self.label_words!r}; a "
+                    "word's id is tokenizer(' word', add_special_tokens=False).input_ids[0]"
+                )
             if self.task_type not in (None, "SEQ_CLS"):
                 raise ValueError(
                     f"label_words make a classifier, so task_type must be 'SEQ_CLS', got {self.task_type!r}"

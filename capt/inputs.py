@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from capt_kernels.validation import check_shape
@@ -50,3 +52,14 @@ def check_fit(
         raise ValueError(f"token_type_ids given to {type(base).__name__}, which has no token types")
     if decoder and not backbone.is_encoder_decoder:
         raise ValueError(f"{', '.join(decoder)} given to {type(base).__name__}, which has no decoder of its own")
+
+
+def warn_of_empty_pools(pool_mask: Tensor, attention_mask: Tensor | None) -> None:
+    """Warns where labels leave a text no token for its mean, which ``generate`` takes over the whole prompt."""
+    real = torch.ones_like(pool_mask) if attention_mask is None else attention_mask != 0
+    if (real.any(1) & ~(pool_mask & real).any(1)).any():
+        warnings.warn(
+            "labels cover every token of a text, so its mean is empty in training and that of the whole prompt in "
+            "generate(): set the prompt's labels to -100, or give a pool_mask",
+            stacklevel=3,
+        )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
@@ -17,7 +18,7 @@ from .adapters import Adapter, AdapterSet
 from .backbones import backbones_of
 from .capsules import MixedCapsules
 from .config import CaptConfig
-from .inputs import check_fit, present, the_input
+from .inputs import check_fit, present, the_input, warn_of_empty_pools
 from .pretrained import PretrainedInterface
 from .runner import Runner, RunnerOptions
 
@@ -50,7 +51,7 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
         self._backbone = self._runner.reference
         self.base = base
         self.adapters = nn.ModuleDict()
-        self._enabled = True
+        self._enabled, self._pool_seen = True, False
         saving.leave_base_out(self)
         self.add_adapter(adapter_name, config)
         # Last, so that a config that does not fit leaves the caller's base as it was.
@@ -136,6 +137,9 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
             check_shape("labels", labels, shape, "[B, T]")
             if pool_mask is None:
                 pool_mask = labels == -100
+                if self.training and config.instance and not (self._pool_seen or torch.compiler.is_compiling()):
+                    self._pool_seen = True  # once, as the look stalls a GPU
+                    warn_of_empty_pools(pool_mask, attention_mask)
         rows = self._run(chosen, index, given, attention_mask, pool_mask, token_types=token_type_ids)
         trained = [a.head for a in chosen]
         if return_logits is None:

@@ -116,7 +116,10 @@ def _folder(source: str | Path) -> Path:
             ) from None
     for name in (CONFIG_FILE, WEIGHTS_FILE):
         if not (directory / name).is_file():
-            raise ValueError(f"{directory} holds no {name}")
+            hint = "; a Trainer's save_model writes no adapter, model.save_pretrained does"
+            raise ValueError(
+                f"{directory} holds no {name}{hint if (directory / 'model.safetensors').is_file() else ''}"
+            )
     return directory
 
 

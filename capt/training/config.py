@@ -80,6 +80,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         if isinstance(self.depth, list | tuple):  # as a YAML file may give it
             object.__setattr__(self, "depth", ",".join(map(str, self.depth)))
+        if self.template is not None:  # a shell hands a typed \n on as two characters
+            object.__setattr__(self, "template", self.template.replace("\\n", "\n"))
         for least, names in (
             (1, "max_length train_rows validation_rows test_rows max_steps batch_size eval_steps patience"),
             (1, "gradient_accumulation"),

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import shutil
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +86,10 @@ def word_ids(
         raise ValueError("the task has no label words: name some with label_words, or take classifier 'linear'")
     if base.get_output_embeddings() is None:
         name = type(base).__name__
-        raise ValueError(f"classifier 'label-words' wants a language-model head, {name} has none: take 'linear'")
+        raise ValueError(
+            f"classifier 'label-words' wants a language-model head, {name} has none: "
+            "take 'linear' (--classifier linear)"
+        )
     # An encoder-decoder's answer starts a text of its own, so no space stands before it.
     words = [word.strip() if base.config.is_encoder_decoder else word for word in prompt.label_words]
     return label_word_ids(tokenizer, words)
@@ -112,9 +116,16 @@ def prepare(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fals
     if not resume and not overwrite and (earlier := _earlier_run(folder)):
         found = ", ".join(path.name for path in earlier)
         raise ValueError(
-            f"output_dir {folder} holds a run already ({found}): resume it, overwrite it, or name another folder"
+            f"output_dir {folder} holds a run already ({found}): resume it (--resume), overwrite it (--overwrite), "
+            "or name another folder"
         )
     task = config.load_task()
+    if config.classifier == "label-words" and task.prompt.template.strip() == f"{{{task.prompt.fields[0]}}}":
+        warnings.warn(
+            f"label words are read behind the template {task.prompt.template!r}, which asks nothing: name one that "
+            "ends where the answer follows, such as --template 'Review: {text} Sentiment:'",
+            stacklevel=2,
+        )
     base, tokenizer = load_base(config.model, len(task.prompt.labels), config.bf16)
     capsule = config.capsule(word_ids(task.prompt, config.classifier, base, tokenizer))
     limits = {"train": config.train_rows, "validation": config.validation_rows, "test": config.test_rows}

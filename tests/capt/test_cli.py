@@ -163,7 +163,7 @@ def test_an_unsupported_base(sources, tmp_path, capsys):
 def test_an_encoder_says_no_words(sources, tmp_path, capsys):
     flags = [*base_flags(sources), "--model", sources["bert"], "--label-words", "good", "bad"]
     err = refused(capsys, ["train", *flags, "--output-dir", str(tmp_path / "run")])
-    assert "classifier 'label-words' wants a language-model head, BertModel has none: take 'linear'" in err
+    assert "BertModel has none: take 'linear' (--classifier linear)" in err
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,8 @@ sys.exit(main())
 
 def test_ctrl_c_leaves_the_last_checkpoint(sources, tmp_path):
     folder = tmp_path / "run"
-    flags = [*base_flags(sources), "--output-dir", str(folder), "--batch-size", "8", "--eval-steps", "2"]
+    flags = [*base_flags(sources), "--template", "a film: {text}", "--output-dir", str(folder)]
+    flags += ["--batch-size", "8", "--eval-steps", "2"]
     command = [sys.executable, "-c", INTERRUPTED, "train", *flags, "--max-steps", "100000"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     program = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=240)

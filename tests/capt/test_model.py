@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -243,6 +244,24 @@ def test_no_token_may_enter_the_mean():
     nothing = model(input_ids=ids, pool_mask=torch.zeros_like(ids))
     torch.testing.assert_close(out.logits, nothing.logits)
     assert out.loss.isfinite()
+
+
+def test_training_on_texts_without_a_prompt_is_told_once():
+    model = wrapped("llama").train()
+    ids, mask = batch_of((3, 5), "left")
+    labels = ids.masked_fill(mask == 0, -100)
+    prompted = labels.clone()
+    prompted[:, :3] = -100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        wrapped("llama").train()(input_ids=ids, attention_mask=mask, labels=prompted)
+        wrapped("llama", instance=False).train()(input_ids=ids, attention_mask=mask, labels=labels)
+        model.eval()(input_ids=ids, attention_mask=mask, labels=labels)
+    with pytest.warns(UserWarning, match="labels cover every token of a text, so its mean is empty in training"):
+        model.train()(input_ids=ids, attention_mask=mask, labels=labels)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=ids, attention_mask=mask, labels=labels)
 
 
 def test_seq2seq_loss_and_hidden_states():

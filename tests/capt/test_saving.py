@@ -114,7 +114,10 @@ def test_files_that_are_corrupt_or_missing(tmp_path):
         with pytest.raises(ValueError, match=message):
             CaptModel.from_pretrained(base, tmp_path)
     config.unlink()
-    with pytest.raises(ValueError, match=r"holds no adapter_config\.json"):
+    with pytest.raises(ValueError, match=r"holds no adapter_config\.json$"):
+        CaptModel.from_pretrained(base, tmp_path)
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(ValueError, match=r"holds no adapter_config\.json; a Trainer's save_model writes no adapter"):
         CaptModel.from_pretrained(base, tmp_path)
     with pytest.raises(ValueError, match="is not a folder"):
         CaptModel.from_pretrained(base, tmp_path / "nowhere")

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,15 @@ def numbers(results):
 
 
 # --- a whole run ------------------------------------------------------------------------------------------------------
+
+
+def test_words_behind_a_text_that_asks_nothing(config):
+    with pytest.warns(UserWarning, match="template '{text}', which asks nothing"):
+        prepare(config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        prepare(dataclasses.replace(config, template="a film: {text}"))
+        prepare(dataclasses.replace(config, classifier="linear"))
 
 
 def test_a_run_leaves_its_results(config, tmp_path):

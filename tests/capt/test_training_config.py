@@ -57,6 +57,10 @@ def test_every_capsule_option_arrives():
     assert TrainConfig(instance=False).capsule().instance is False
 
 
+def test_a_line_break_typed_in_a_shell():
+    assert TrainConfig(template=r"Review: {text}\nSentiment:").template == "Review: {text}\nSentiment:"
+
+
 def test_config_files(tmp_path):
     (tmp_path / "a.yaml").write_text(
         "learning_rate: 1e-3\nbf16: true\ndepth: [0, 2]\nlabel_words: [' a', ' b']\nseed:\n"
