@@ -246,6 +246,7 @@ def interrupt(self, args, state, control, **kwargs):
         signal.raise_signal(signal.SIGINT)
 
 DefaultFlowCallback.on_step_begin = interrupt
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with the signal ignored
 sys.exit(main())
 """
 
