@@ -61,5 +61,5 @@ def warn_of_empty_pools(pool_mask: Tensor, attention_mask: Tensor | None) -> Non
         warnings.warn(
             "labels cover every token of a text, so its mean is empty in training and that of the whole prompt in "
             "generate(): set the prompt's labels to -100, or give a pool_mask",
-            stacklevel=3,
+            stacklevel=5,  # the caller of the model
         )

@@ -80,6 +80,7 @@ def test_options(family, fields, reentrant):
     plain = step(make(family, "never", None, "fused", **fields), family)
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)  # layers that have no gradient are not checkpointed
+        warnings.filterwarnings("ignore", "labels cover every token")  # of the shortest text they do
         sparing = step(make(family, "after", reentrant, "fused", **fields), family)
     assert_spared(sparing, plain)
 
