@@ -150,6 +150,10 @@ def _options(model: CaptModel, options: dict[str, Any], input_ids: Tensor, added
             rest[name] = kind(_OwnIds(each, input_ids, length) for each in rest[name])
     if rest.get("prefix_allowed_tokens_fn") is not None:
         copies = 1 if (config.num_beams or 1) > 1 else config.num_return_sequences or 1
+        if copies > 1:  # transformers' versions number the copies of a prompt differently
+            raise NotImplementedError(
+                "generate() does not take prefix_allowed_tokens_fn with several sampled sequences"
+            )
         rest["prefix_allowed_tokens_fn"] = _own_prefix(rest["prefix_allowed_tokens_fn"], input_ids, length, copies)
     if rest.get("streamer") is not None:
         rest["streamer"] = _OwnPrompt(rest["streamer"], input_ids)
