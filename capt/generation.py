@@ -149,12 +149,12 @@ def _options(model: CaptModel, options: dict[str, Any], input_ids: Tensor, added
         if rest.get(name):
             rest[name] = kind(_OwnIds(each, input_ids, length) for each in rest[name])
     if rest.get("prefix_allowed_tokens_fn") is not None:
-        copies = 1 if (config.num_beams or 1) > 1 else config.num_return_sequences or 1
-        if copies > 1:  # transformers' versions number the copies of a prompt differently
+        # transformers' versions number the copies of a sampled prompt differently, those of beams alike.
+        if (config.num_beams or 1) == 1 and (config.num_return_sequences or 1) > 1:
             raise NotImplementedError(
                 "generate() does not take prefix_allowed_tokens_fn with several sampled sequences"
             )
-        rest["prefix_allowed_tokens_fn"] = _own_prefix(rest["prefix_allowed_tokens_fn"], input_ids, length, copies)
+        rest["prefix_allowed_tokens_fn"] = _own_prefix(rest["prefix_allowed_tokens_fn"], input_ids, length)
     if rest.get("streamer") is not None:
         rest["streamer"] = _OwnPrompt(rest["streamer"], input_ids)
     return rest | {"generation_config": config}
@@ -186,10 +186,10 @@ class _OwnIds:
 
 
 def _own_prefix(
-    allowed: Callable[[int, Tensor], list[int]], input_ids: Tensor, length: int, copies: int
+    allowed: Callable[[int, Tensor], list[int]], input_ids: Tensor, length: int
 ) -> Callable[[int, Tensor], list[int]]:
-    """A caller's choice of next tokens, shown the caller's ids; ``copies`` of a prompt count as prompts."""
-    return lambda i, ids: _outside(allowed, i, torch.cat([input_ids[i // copies], ids[length:]]))
+    """A caller's choice of next tokens, shown the caller's ids."""
+    return lambda i, ids: _outside(allowed, i, torch.cat([input_ids[i], ids[length:]]))
 
 
 class _OwnPrompt:

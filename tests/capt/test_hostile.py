@@ -237,6 +237,14 @@ def test_a_choice_of_next_tokens_sees_the_callers_ids(options):
     assert set(out[:, 6].tolist()) <= {7, 14}
 
 
+def test_a_choice_of_next_tokens_for_several_samples_of_a_prompt_is_refused():
+    ids, _ = batch_of((4, 4))
+    with pytest.raises(NotImplementedError, match="prefix_allowed_tokens_fn with several sampled sequences"):
+        wrapped().generate(
+            ids, prefix_allowed_tokens_fn=lambda row, sentence: [7], do_sample=True, num_return_sequences=2
+        )
+
+
 def test_processors_and_streamers_see_the_callers_tokens():
     seen, streamed = [], []
 
