@@ -16,6 +16,7 @@ $(STAMP): $(SOURCES)
 	$(BIN)/pip install --quiet -c constraints.txt torch
 	$(BIN)/pip install --quiet -c constraints.txt setuptools wheel cmake ninja
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip install --quiet -c constraints.txt --no-build-isolation -e '.[train,bench,triton,dev]'
+	$(BIN)/capt backends
 	touch $@
 
 demo: setup

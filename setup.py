@@ -70,6 +70,11 @@ class BuildKernels(build_ext):
                 self.leave_out(f"{shlex.join(command)} failed, see above")
                 return
 
+    def copy_extensions_to_source(self) -> None:
+        # Where nothing was built, an earlier library would go on under newer Python code.
+        (ROOT / "capt_kernels" / "_C.so").unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
     def leave_out(self, reason: str) -> None:
         print(
             f"capt_kernels: the C++ kernels are not built ({reason}).\n"

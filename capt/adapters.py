@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from . import heads, saving
 from .capsules import Capsules
 from .config import CaptConfig
+
+
+def place_of(base: PreTrainedModel) -> dict[str, Any]:
+    """Device and dtype of what trains beside ``base``: fp32, or fp64 on a base of that."""
+    weight: Any = base.get_input_embeddings().weight
+    # A base without storage gets it later; its weights are not looked at here.
+    device = "cpu" if weight.is_meta else weight.device
+    return {"device": device, "dtype": torch.float64 if weight.dtype == torch.float64 else torch.float32}
 
 
 class Adapter(nn.Module):
@@ -21,6 +31,10 @@ class Adapter(nn.Module):
     def __init__(self, config: CaptConfig, capsules: Capsules, head: nn.Module | None):
         super().__init__()
         self.config, self.capsules, self.head = config, capsules, head
+
+    def kind(self) -> tuple[CaptConfig, list[torch.Size]]:
+        """What adapters that share a batch have in common: the config but for its base's name, and shapes."""
+        return replace(self.config, base_model_name_or_path=None), [p.shape for p in self.parameters()]
 
     def trainable(self) -> list[nn.Parameter]:
         """What trains when the adapter is active: all but the vectors of an instance-only adapter."""
@@ -58,11 +72,7 @@ class AdapterSet(nn.Module):
         config = CaptConfig.from_dict(fields)
         capsules = Capsules(config, self._backbone.num_layers, self._backbone.width)
         adapter = Adapter(config, capsules, heads.make_head(self.base, self._backbone, task, config))
-        weight: Any = self.base.get_input_embeddings().weight
-        wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
-        # A base without storage gets it later; its weights are not looked at here.
-        device = "cpu" if weight.is_meta else weight.device
-        self.adapters[name] = adapter.to(device=device, dtype=wide).requires_grad_(False)
+        self.adapters[name] = adapter.to(**place_of(self.base)).requires_grad_(False)
 
     def set_adapter(self, name: str) -> None:
         """Makes an adapter the active one, whose parameters train.
@@ -104,9 +114,9 @@ class AdapterSet(nn.Module):
         unique = list(dict.fromkeys(names))
         chosen = [self._adapter(name) for name in unique]
         for name, adapter in zip(unique, chosen, strict=True):
-            if adapter.config != chosen[0].config:
+            if adapter.kind() != chosen[0].kind():
                 raise ValueError(
-                    f"adapters mixed in one batch must have equal configs; {unique[0]!r} and {name!r} differ"
+                    f"adapters mixed in one batch must have equal configs and heads; {unique[0]!r} and {name!r} differ"
                 )
         index = torch.tensor([unique.index(name) for name in names])
         return chosen, index.to(chosen[0].capsules.vectors.device)

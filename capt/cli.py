@@ -19,10 +19,11 @@ from transformers.utils import logging as transformers_logging
 from .analysis import command as analysis
 from .experiments import command as experiments
 from .staging import write_json
-from .tasks import Example, read_examples
+from .tasks import SPLITS, Example, groups_of, read_examples
 from .tasks.task import example
 from .training import Run, TrainConfig, prepare
 from .training.config import as_flags, read_config_file
+from .training.metrics import Scoring
 from .training.trainer import last_checkpoint
 
 
@@ -59,9 +60,9 @@ def _parser() -> _Parser:
 
     evaluation = commands.add_parser("evaluate", help="measure a trained run", allow_abbrev=False)
     evaluation.add_argument("run", type=Path, help="output_dir of a finished training run")
-    evaluation.add_argument("--split", choices=("train", "validation", "test"), default="test", help="all of its rows")
+    evaluation.add_argument("--split", choices=SPLITS, help="all of its rows [test]")
     evaluation.add_argument("--file", type=Path, help="labelled CSV, TSV or JSON Lines in place of the task's split")
-    evaluation.add_argument("--label-column", default="label", help="column of the label in --file")
+    evaluation.add_argument("--label-column", help="column of the label in --file [as in training]")
     evaluation.add_argument("--output", type=Path, help="JSON file to write the metrics to as well")
     _add_reading(evaluation)
 
@@ -150,18 +151,25 @@ def _evaluate(given: argparse.Namespace) -> int:
         raise _Refused(f"--output {given.output} is a folder, where a file is to be written")
     with _checking():
         run = _load(given)
+        scoring = None
         if given.file is not None:
-            examples = read_examples(
-                given.file, _columns(run, given.text_column), given.label_column, run.prompt.labels
-            )
+            if given.split is not None:
+                raise ValueError(f"--split {given.split} and --file {given.file} name two sets of rows; give one")
+            label_column = given.label_column or run.config.label_column or "label"
+            examples = read_examples(given.file, _columns(run, given.text_column), label_column, run.prompt.labels)
             source = str(given.file)
         else:
             task = run.config.load_task()
             if task.prompt.labels != run.prompt.labels:
                 raise ValueError(f"the task has the labels {task.prompt.labels}, the run {run.prompt.labels}")
-            examples, source = list(task.splits[given.split]), f"{task.name} {given.split}"
+            for flag in ("text_column", "label_column"):
+                if getattr(given, flag) is not None:
+                    raise ValueError(f"--{flag.replace('_', '-')} names a column of --file, and none was given")
+            split = given.split or "test"
+            examples, source = list(task.splits[split]), f"{task.name} {split}"
+            scoring = Scoring(task.metric, groups_of(examples))
         rows = run.encode(examples, source)
-    metrics = run.evaluate(rows)
+    metrics = run.evaluate(rows, scoring)
     if given.output is not None:
         write_json(given.output, {"run": str(given.run), "source": source, "metrics": metrics})
     print("\n".join(f"{name}\t{_shown(value)}" for name, value in metrics.items()))

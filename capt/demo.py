@@ -25,8 +25,10 @@ from .model import CaptModel, get_capt_model
 from .staging import write_json
 from .tasks import encode
 from .training import TrainConfig
+from .training.loading import load_base, word_ids
+from .training.metrics import Scoring
 from .training.report import versions
-from .training.run import Rows, evaluate_rows, load_base, word_ids
+from .training.run import Rows, evaluate_rows
 from .training.trainer import CaptTrainer
 
 
@@ -138,7 +140,7 @@ class Demo:
         return row | {"accuracy_after": self._accuracy(model), "seconds": seconds, "kept_bytes": kept}
 
     def _accuracy(self, model: CaptModel) -> float:
-        return evaluate_rows(model, self.tokenizer, self.test_rows, self.config.batch_size)["accuracy"]
+        return evaluate_rows(model, self.tokenizer, self.test_rows, self.config.batch_size, Scoring())["accuracy"]
 
     def _fit(self, model: CaptModel, learning_rate: float) -> float:
         config = dataclasses.replace(self.config, learning_rate=learning_rate)

@@ -21,7 +21,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 from capt_kernels.validation import boolean_mask, check_shape
 
 from . import heads
-from .layout import Layout
+from .layout import Layout, Rows
 
 if TYPE_CHECKING:
     from .model import CaptModel
@@ -43,6 +43,7 @@ _UNSUPPORTED = {
     "no_repeat_ngram_size": _PLACEHOLDERS,
     "encoder_no_repeat_ngram_size": _PLACEHOLDERS,
     "token_healing": _PLACEHOLDERS,
+    "custom_generate": _PLACEHOLDERS,
     "guidance_scale": "the slots of its second prompt are not known",
 }
 
@@ -78,7 +79,7 @@ def generate(
     return _without_placeholders(out, input_ids, ids.shape[1])
 
 
-def write_from(base: Any, rows: heads.Rows, expose_slot: bool, input_ids: Tensor, options: dict[str, Any]) -> Any:
+def write_from(base: Any, rows: Rows, expose_slot: bool, input_ids: Tensor, options: dict[str, Any]) -> Any:
     """What an encoder-decoder's decoder generates from the encoder's ``rows``.
 
     Raises:
@@ -114,10 +115,11 @@ def _check(model: CaptModel, config: Any, mask: Tensor, options: dict[str, Any])
         )
 
 
-def _with_placeholders(input_ids: Tensor, rows: heads.Rows, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
+def _with_placeholders(input_ids: Tensor, rows: Rows, layout: Layout) -> tuple[Tensor, Tensor, Tensor]:
     """``(ids [B, L], mask [B, L], places [B, K])``: prompts padded on the left, slots in their place.
 
-    A placeholder repeats its prompt's last token: what looks at the ids (a repetition penalty) sees none that is new.
+    Placeholders and padding repeat a prompt's last token: what looks at the ids (a repetition penalty) sees none that
+    is new.
     """
     tokens = input_ids.flatten()[rows.indices]
     last = tokens[(layout.cu_seqlens[1:] - layout.slots * torch.arange(1, rows.batch + 1, device=tokens.device)) - 1]
@@ -125,8 +127,8 @@ def _with_placeholders(input_ids: Tensor, rows: heads.Rows, layout: Layout) -> t
     packed = packed.index_copy(0, layout.token_rows, tokens)
     right = layout.longest - layout.lengths
     place = (torch.arange(layout.longest, device=tokens.device) - right[:, None]) % max(layout.longest, 1)
-    ids = layout.pad(packed).gather(1, place)
     mask = torch.arange(layout.longest, device=tokens.device) >= right[:, None]
+    ids = torch.where(mask, layout.pad(packed).gather(1, place), last[:, None])
     places = layout.slot_rows - layout.cu_seqlens[:-1, None] + right[:, None]
     return ids, mask, places
 

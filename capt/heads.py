@@ -14,12 +14,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput, ModelOutput, SequenceClassifierOutput
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
-from capt_kernels import unpack
-
 from .backbones import Backbone
 from .backbones.packed import is_plain
 from .config import CaptConfig
-from .layout import Layout, next_token_labels
+from .layout import Layout, Rows, next_token_labels
 
 
 def infer_task(base: PreTrainedModel, backbone: Backbone, config: CaptConfig) -> str:
@@ -77,9 +75,16 @@ def make_head(base: PreTrainedModel, backbone: Backbone, task: str, config: Capt
 
     Raises:
         ValueError: the base's own head has no values to copy yet, or not all of them here.
+        NotImplementedError: the base's config asks for a regression or for several labels a text.
     """
     if task != "SEQ_CLS" or config.label_words is not None:
         return None
+    kind = base.config.problem_type or ("regression" if base.config.num_labels == 1 else None)
+    if kind not in (None, "single_label_classification"):
+        raise NotImplementedError(
+            f"SEQ_CLS is trained as a choice of one label of several; the base's config asks for {kind!r} "
+            f"(problem_type {base.config.problem_type!r}, num_labels {base.config.num_labels})"
+        )
     own = own_head(base)
     if own is not None:
         if any(p.is_meta or isinstance(p, DTensor) for p in own.parameters()):
@@ -91,29 +96,6 @@ def make_head(base: PreTrainedModel, backbone: Backbone, task: str, config: Capt
     head = nn.Linear(backbone.width, base.config.num_labels or 2, bias=False)
     nn.init.normal_(head.weight, std=getattr(backbone.config, "initializer_range", 0.02))
     return head
-
-
-class Rows:
-    """The processed rows of one forward, and what the caller's batch looked like.
-
-    Args:
-        rows: ``[R, D]`` behind the last norm. layout: theirs.
-        indices: ``[N]`` places of the tokens in the caller's ``[B * T]``.
-        batch, length: B and T.
-    """
-
-    def __init__(self, rows: Tensor, layout: Layout, indices: Tensor, batch: int, length: int):
-        self.rows, self.layout, self.indices = rows, layout, indices
-        self.batch, self.length = batch, length
-
-    @property
-    def tokens(self) -> Tensor:
-        """``[N, D]``, slots left out."""
-        return self.rows[self.layout.token_rows]
-
-    def restore(self, tokens: Tensor) -> Tensor:
-        """``[N, ...]`` to the caller's ``[B, T, ...]``, padding 0."""
-        return unpack(tokens, self.indices, self.batch, self.length)
 
 
 def hidden_states(rows: Rows) -> BaseModelOutput:

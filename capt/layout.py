@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from dataclasses import dataclass
 
@@ -30,6 +31,12 @@ class Layout:
     lead: int
     pool_mask: Tensor | None
     prefix: tuple[Tensor, Tensor] | None = None
+
+    def behind(self, prefix: tuple[Tensor, Tensor]) -> Layout:
+        """The same with a prefix of the same length, of another layer; what is known of the rows stays known."""
+        other = copy.copy(self)
+        object.__setattr__(other, "prefix", prefix)
+        return other
 
     @property
     def front(self) -> int:
@@ -130,6 +137,32 @@ class Layout:
     @functools.cached_property
     def _indices(self) -> Tensor:
         return self.mask.flatten().nonzero().squeeze(1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The processed rows of one forward, and what the caller's batch looked like.
+
+    Args:
+        rows: ``[R, D]`` behind the last norm. layout: theirs.
+        indices: ``[N]`` places of the tokens in the caller's ``[B * T]``.
+        batch, length: B and T.
+    """
+
+    rows: Tensor
+    layout: Layout
+    indices: Tensor
+    batch: int
+    length: int
+
+    @property
+    def tokens(self) -> Tensor:
+        """``[N, D]``, slots left out."""
+        return self.rows[self.layout.token_rows]
+
+    def restore(self, tokens: Tensor) -> Tensor:
+        """``[N, ...]`` to the caller's ``[B, T, ...]``, padding 0."""
+        return unpack(tokens, self.indices, self.batch, self.length)
 
 
 def next_token_labels(labels: Tensor, cu_seqlens: Tensor, ignore: int = -100) -> Tensor:

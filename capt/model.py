@@ -19,6 +19,7 @@ from .backbones import backbones_of
 from .capsules import MixedCapsules
 from .config import CaptConfig
 from .inputs import check_fit, present, the_input, warn_of_empty_pools
+from .layout import Rows
 from .pretrained import PretrainedInterface
 from .runner import Runner, RunnerOptions
 
@@ -95,7 +96,8 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
         return_logits: bool | None = None,
         token_type_ids: Tensor | None = None,
     ) -> ModelOutput:
-        """Runs the base with the active adapter's capsules.
+        """Runs the base with the active adapter's capsules; without any inside :meth:`disable_adapter`, where
+        ``adapter_names`` and ``pool_mask`` are checked and change nothing.
 
         Args:
             input_ids: ``[B, T]``, or inputs_embeds: ``[B, T, D]``; exactly one of the two.
@@ -122,6 +124,7 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
         per_token = present(attention_mask=attention_mask, pool_mask=pool_mask, token_type_ids=token_type_ids)
         decoder = present(decoder_input_ids=decoder_input_ids, decoder_attention_mask=decoder_attention_mask)
         check_fit(self.base, self._backbone, shape, per_token, decoder)
+        chosen, index = self._chosen(adapter_names, shape[0])
         if not self._enabled:
             inputs = present(
                 input_ids=input_ids,
@@ -131,7 +134,6 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
             )
             return heads.bare(self.base, self._backbone, self.capt_config, inputs | decoder, labels)
 
-        chosen, index = self._chosen(adapter_names, shape[0])
         config = chosen[0].config
         if config.task_type == "CAUSAL_LM" and labels is not None:
             check_shape("labels", labels, shape, "[B, T]")
@@ -157,7 +159,7 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
         pool_mask: Tensor | None,
         slots: list[Tensor] | None = None,
         token_types: Tensor | None = None,
-    ) -> heads.Rows:
+    ) -> Rows:
         """:meth:`.Runner.run` with the capsules of the batch's adapters."""
         own = [a.capsules for a in chosen]
         capsules = own[0] if index is None else MixedCapsules(own, index)
@@ -186,6 +188,7 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
             NotImplementedError: a way to generate, or an adapter, whose slots cannot be kept in the cache; says why.
         """
         if not self._enabled:
+            self._chosen(adapter_names, len(input_ids))
             return self.base.generate(input_ids=input_ids, attention_mask=attention_mask, **options)
         return generation.generate(self, the_input(input_ids, None), attention_mask, adapter_names, options)
 

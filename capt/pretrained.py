@@ -26,6 +26,14 @@ class PretrainedInterface(nn.Module):
     def dtype(self) -> torch.dtype:
         return self.base.dtype
 
+    @property
+    def generation_config(self) -> Any:
+        """The base's; of one that does not generate, None."""
+        return getattr(self.base, "generation_config", None)
+
+    def can_generate(self) -> bool:
+        return self.base.can_generate()
+
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,7 @@ from .backbones import backbones_of
 from .backbones.stream import Stream
 from .capsules import Capsules, MixedCapsules, place, refresh
 from .config import CaptConfig
-from .heads import Rows
-from .layout import Layout
+from .layout import Layout, Rows
 
 # These ask for numbers of rows, over which torch.compile would break to pieces.
 _pack, _place, _refresh = (torch.compiler.disable(function) for function in (pack, place, refresh))
@@ -119,7 +117,7 @@ class Runner:
                 stream = backbone.start(stream.rows)
             if context is None:
                 context = backbone.context(stream.residual, layout, config.positions)
-            here = layout if prefixes is None else replace(layout, prefix=prefixes[i])
+            here = layout if prefixes is None else layout.behind(prefixes[i])
             stream = backbone.layer(i, stream, here, context, due)
         return Rows(backbone.finish(stream), layout, indices, *given.shape[:2])
 
@@ -134,8 +132,16 @@ class RunnerOptions(nn.Module):
         """How positions count, which decides what a packed backbone can run."""
         return "shift"
 
+    def _replicate_for_data_parallel(self) -> NoReturn:
+        raise NotImplementedError(
+            "torch.nn.DataParallel copies a model's modules and not what runs them, so its copies would all run the "
+            "first one's base: start one process a GPU, with torchrun or accelerate launch, or show one GPU alone "
+            "(CUDA_VISIBLE_DEVICES)"
+        )
+
     @property
     def backend(self) -> str:
+        """One of "auto", "reference" and "fused"; see the class."""
         return self._runner.backend
 
     @backend.setter
@@ -144,6 +150,7 @@ class RunnerOptions(nn.Module):
 
     @property
     def memory(self) -> str:
+        """One of "full" and "min"; see the class."""
         return self._runner.memory
 
     @memory.setter

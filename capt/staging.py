@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterator
@@ -32,6 +33,15 @@ def staged(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """``content`` as indented JSON at ``path``, staged."""
+    """``content`` as indented JSON at ``path``, staged; numbers that are not finite, which JSON lacks, become null."""
     with staged(path) as target:
-        target.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        text = json.dumps(_finite(content), indent=2, ensure_ascii=False, allow_nan=False)
+        target.write_text(text + "\n", encoding="utf-8")
+
+
+def _finite(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {key: _finite(value) for key, value in content.items()}
+    if isinstance(content, list | tuple):
+        return [_finite(value) for value in content]
+    return None if isinstance(content, float) and not math.isfinite(content) else content

@@ -69,6 +69,22 @@ def test_without_the_compiler_asked_for(tmp_path):
     assert_left_out(printed, built, "CXX=no-such-c++ -m64 not found")
 
 
+def test_an_earlier_build_in_place_goes_where_a_new_one_fails(tmp_path):
+    tree = tmp_path / "tree"
+    tree.mkdir()
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
+    for package in ("capt", "capt_kernels"):
+        (tree / package).mkdir()
+        (tree / package / "__init__.py").touch()
+    old = tree / "capt_kernels" / "_C.so"
+    for flags, left in ((["--build-lib", "built"], True), (["--inplace"], False)):
+        old.touch()
+        done = run_python(["setup.py", "build_ext", *flags], {"CXX": "no-such-c++"}, cwd=tree)
+        assert done.returncode == 0, done.stderr
+        assert old.exists() == left
+
+
 @pytest.mark.skipif(shutil.which("cmake") is None, reason="CMake is not installed")
 def test_with_a_compiler_that_fails(tmp_path):
     printed, built = build(tmp_path, {"CXX": script(tmp_path / "broken-c++", "echo no licence >&2; exit 1")})

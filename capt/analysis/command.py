@@ -16,7 +16,7 @@ from ..capsules import Capsules
 from ..runner import Runner
 from ..tasks import SPLITS, TASKS, Example, Prompt, load_task, read_examples
 from ..tasks.superglue import SUPERGLUE
-from ..training.run import load_base
+from ..training.loading import load_base
 from .attention import Groups, attention_of, average_attention
 from .figures import require_matplotlib
 from .report import Measured, write

@@ -11,7 +11,8 @@ from torch.nn.functional import one_hot, pad
 from transformers import DataCollatorWithPadding, PreTrainedModel, PreTrainedTokenizerBase
 
 from ..tasks import Prompt
-from ..training.run import Rows, word_ids
+from ..training.loading import word_ids
+from ..training.run import Rows
 
 #: The label that transformers' losses pass over.
 IGNORED = -100

@@ -16,11 +16,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ..tasks import SPLITS, Example, Task, encode, few, score, with_noise
+from ..tasks import SPLITS, Example, Task, encode, few, groups_of, score, with_noise
 from ..training import TrainConfig
+from ..training.config import TASK_OPTIONS
 from ..training.inference import class_logits
+from ..training.loading import load_base, prompt_for
 from ..training.report import versions
-from ..training.run import Rows, load_base
+from ..training.run import Rows
 from .answers import TextToText, answer_of
 from .fit import Fit, Mark, fit
 from .methods import METHODS
@@ -53,7 +55,7 @@ class Cell:
     noise: float = 0.0
 
     def describe(self) -> dict[str, Any]:
-        """All of it, as JSON holds it, without the user's folders."""
+        """All of it, as JSON holds it, without ``data_dir`` and ``output_dir``."""
         fields = self.config.to_dict()
         told = {name: fields[name] for name in fields if name not in (*PLACES, *METHOD_FIELDS)}
         own = {"method": self.method, "options": dict(self.options), "answer": self.answer}
@@ -79,7 +81,7 @@ class Bench:
         self._rows: dict[tuple[Any, ...], Rows] = {}
 
     def base(self, config: TrainConfig, classes: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """The base of ``config`` and its tokenizer. Raises as :func:`capt.training.run.load_base`."""
+        """The base of ``config`` and its tokenizer. Raises as :func:`capt.training.loading.load_base`."""
         key = (config.model, config.bf16)
         if self._base is None or self._base[0] != key:
             self._base, self._rows = (key, load_base(config.model, classes, config.bf16)), {}
@@ -89,7 +91,7 @@ class Bench:
 
     def task(self, config: TrainConfig) -> Task:
         """The task of ``config``. Raises as :func:`capt.tasks.load_task`."""
-        key = (config.task, config.data_dir, config.train_file, config.eval_file, config.split_seed)
+        key = _task_key(config)
         if key not in self._tasks:
             self._tasks[key] = config.load_task()
         return self._tasks[key]
@@ -106,13 +108,19 @@ class Bench:
 
     def rows(self, cell: Cell, split: str, room: int, tokenizer: PreTrainedTokenizerBase) -> Rows:
         """Those rows encoded, with ``room`` ids at most. Raises as :func:`capt.tasks.encode`."""
-        config, drawn = cell.config, split == "train" and (cell.shots is not None or cell.noise > 0)
+        config = cell.config
+        drawn = split == "train" and (cell.shots is not None or cell.noise > 0)
+        drawing = (cell.shots, cell.noise, config.seed) if drawn else None
         limits = (config.train_rows, config.validation_rows, config.test_rows)
-        key = (config.task, config.split_seed, split, limits, room, cell.shots, cell.noise, drawn and config.seed)
+        key = (_task_key(config), split, limits, room, cell.answer, drawing)
         if key not in self._rows:
-            source = f"{config.task} {split}"
-            self._rows[key] = encode(self.examples(cell, split), self.task(config).prompt, tokenizer, room, source)
+            prompt = prompt_for(self.task(config).prompt, str(cell.answer), self.base(config, 2)[0])
+            self._rows[key] = encode(self.examples(cell, split), prompt, tokenizer, room, f"{config.task} {split}")
         return self._rows[key]
+
+
+def _task_key(config: TrainConfig) -> tuple[Any, ...]:
+    return tuple(str(getattr(config, name)) for name in ("task", *TASK_OPTIONS))
 
 
 def build(cell: Cell, bench: Bench) -> nn.Module:
@@ -182,15 +190,15 @@ def run_cell(cell: Cell, bench: Bench) -> dict[str, Any]:
 
 
 def slots_of(module: nn.Module) -> int:
-    """Positions that a method adds to every sequence."""
+    """Positions that a method takes from the longest sequence of its base."""
     model: Any = getattr(module, "model", module)
-    return model.capt_config.slots if hasattr(model, "capt_config") else 0
+    config = getattr(model, "capt_config", model)
+    return getattr(config, "slots", 0)
 
 
 def _score(task: Task, examples: list[Example], predicted: list[int]) -> dict[str, float]:
     labels = [task.prompt.labels.index(row["label"]) for row in examples]
-    groups = [row["group"] for row in examples] if "group" in examples[0] else None
-    return score(task.metric, predicted, labels, len(task.prompt.labels), groups)
+    return score(task.metric, predicted, labels, len(task.prompt.labels), groups_of(examples))
 
 
 def _majority(task: Task, bench: Bench, cell: Cell) -> dict[str, float]:

@@ -110,13 +110,13 @@ class Runner:
         return text
 
     def entries(self, plan: Plan) -> dict[tuple[str, str], Entry]:
-        """What is finished of a plan, by row's label and task."""
+        """What is finished of a plan, by row's label and task; a search half done has chosen nothing yet."""
         found = {}
         for row in plan.rows:
             for task in plan.tasks:
-                chosen, searched = self._chosen(plan, row, task)
-                if not searched:
+                if not all(self.result(plan, cell) for cell in self._wanted(plan, row, task, 0)):
                     continue
+                chosen, searched = self._chosen(plan, row, task)
                 runs = [chosen] if chosen else []
                 for seed in range(1, plan.seeds):
                     wanted = self._wanted(plan, row, task, seed)

@@ -63,10 +63,10 @@ def _measured(plan: Plan, row: Row, entries: Entries) -> list[str]:
     there = [entry for entry in found if entry is not None]
     scores = [statistics.fmean(entry.scores) if entry.scores else None for entry in there]
     whole = len(there) == len(plan.tasks) and None not in scores
-    trained = sorted({entry.all[0]["parameters"]["trainable"] for entry in there})
+    trained = sorted({(entry.runs or entry.all)[0]["parameters"]["trainable"] for entry in there})
     return [
         row.label,
-        *("" if entry is None else _spread(entry.scores) for entry in found),
+        *("" if entry is None else _spread(entry) for entry in found),
         f"{statistics.fmean(s for s in scores if s is not None):.1f}" if whole else "",
         " to ".join(f"{count:,}" for count in dict.fromkeys([*trained[:1], *trained[-1:]])),
         *(_minutes(there, clock) for clock in ("seconds", "cpu_seconds")),
@@ -94,11 +94,13 @@ def _majority(plan: Plan, entries: Entries) -> list[str]:
     return ["majority class", *("" if score is None else f"{score:.1f}" for score in scores), average, "0", "", ""]
 
 
-def _spread(scores: list[float]) -> str:
+def _spread(entry: Entry) -> str:
+    scores = entry.scores
     if not scores:
         return "not finite"
     mean = f"{statistics.fmean(scores):.1f}"
-    return mean if len(scores) == 1 else f"{mean} ± {statistics.stdev(scores):.1f}"
+    told = mean if len(scores) == 1 else f"{mean} ± {statistics.stdev(scores):.1f}"
+    return told if len(scores) == len(entry.runs) else f"{told} ({len(scores)} of {len(entry.runs)} seeds finite)"
 
 
 def _setting(entry: Entry | None) -> str:

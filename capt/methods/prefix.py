@@ -15,9 +15,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import ModelOutput
 
 from .. import heads
+from ..adapters import place_of
 from ..config import CaptConfig
 from ..generation import write_from
 from ..inputs import check_fit, present, the_input
+from ..layout import Rows
 from ..pretrained import PretrainedInterface
 from ..runner import Runner, RunnerOptions
 
@@ -64,7 +66,7 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
         shape = (backbone.num_layers, length, *_key_heads(backbone.config))
         self.keys, self.values = (nn.Parameter(torch.empty(shape).normal_(std=init_std)) for _ in range(2))
         self.head = heads.make_head(base, backbone, task, self._config)
-        self.to(base.device)
+        self.to(**place_of(base))
         self._thawed = [p for p in base.parameters() if p.requires_grad]
         self.base: Any = base.requires_grad_(False)
 
@@ -93,7 +95,7 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
             self.base, backbone, self._config, [self.head], None, rows, input_ids, labels, decoder, return_logits
         )
 
-    def _run(self, given: Tensor, mask: Tensor | None, token_types: Tensor | None = None) -> heads.Rows:
+    def _run(self, given: Tensor, mask: Tensor | None, token_types: Tensor | None = None) -> Rows:
         prefixes = list(zip(self.keys, self.values, strict=True))
         return self._runner.run(None, given, mask, None, token_types=token_types, prefixes=prefixes)
 
@@ -111,6 +113,11 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
             )
         rows = self._run(the_input(input_ids, None), attention_mask)
         return write_from(self.base, rows, True, input_ids, options)
+
+    @property
+    def slots(self) -> int:
+        """Positions that the prefix takes from a text: P of BERT, whose positions are a table of so many; else none."""
+        return self.keys.shape[1] if self._runner.reference.has_token_types else 0
 
     def unload(self) -> PreTrainedModel:
         """The base as it was given, with the parameters trainable that were."""

@@ -15,7 +15,7 @@ from .files import file
 from .metrics import METRICS, score
 from .readers import read_examples
 from .superglue import SUPERGLUE, superglue
-from .task import SPLITS, Example, Prompt, Task
+from .task import SPLITS, Example, Prompt, Task, groups_of
 from .training_rows import few, with_noise
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "Task",
     "encode",
     "few",
+    "groups_of",
     "label_word_ids",
     "load_task",
     "read_examples",
@@ -50,7 +51,7 @@ def load_task(
     """The task called ``name``.
 
     Args:
-        template, label_words: in place of the task's own (:class:`Prompt`).
+        template, label_words: in place of the task's own (:class:`Prompt`); a template of yours brings its own cue.
         options: the task's own options (``data_dir``; ``train_file``, ``eval_file``, ``text_column``, ``label_column``;
             ``split_seed``). None counts as not given.
 
@@ -73,5 +74,6 @@ def load_task(
         task.prompt,
         template=task.prompt.template if template is None else template,
         label_words=task.prompt.label_words if label_words is None else tuple(label_words),
+        cue=task.prompt.cue if template is None else "",
     )
     return dataclasses.replace(task, prompt=prompt)

@@ -18,6 +18,7 @@ _PROMPT = Prompt(
     None,
     _LETTERS,
     tuple(f" {letter}" for letter in _LETTERS),
+    " answer:",
 )
 
 

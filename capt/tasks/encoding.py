@@ -22,7 +22,10 @@ def label_word_ids(tokenizer: PreTrainedTokenizerBase, words: Sequence[str]) -> 
         tokens = tokenizer.encode(word, add_special_tokens=False)
         if len(tokens) != 1 or tokens[0] == tokenizer.unk_token_id:
             kind = "an unknown word" if tokens == [tokenizer.unk_token_id] else f"{len(tokens)} tokens"
-            raise ValueError(f"label word {word!r} must be a single token of the tokenizer, got {kind}: {tokens}")
+            raise ValueError(
+                f"label word {word!r} must be a single token of the tokenizer, got {kind}: {tokens}; name others with "
+                "label_words (--label-words), or take classifier 'linear' (--classifier linear)"
+            )
         if tokens[0] in ids:
             raise ValueError(f"label words {ids[tokens[0]]!r} and {word!r} are the same token {tokens[0]}")
         ids[tokens[0]] = word

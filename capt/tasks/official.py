@@ -35,9 +35,12 @@ def hub(dataset: str, config: str | None, split: str) -> Iterable[Record]:
     """Rows of a split of a dataset on the hub.
 
     Raises:
-        OSError: it cannot be had.
+        OSError: it cannot be had. ImportError: datasets is missing.
     """
-    from datasets import load_dataset
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ImportError("fetching a dataset needs datasets: pip install 'capt-kernels[train]'") from None
 
     try:
         rows = load_dataset(dataset, config, split=split)

@@ -130,7 +130,7 @@ def text_of(value: Any, what: str) -> str:
 def check_label(label: str, labels: Collection[str] | None, where: str) -> None:
     """``label`` must be one of ``labels``, where these are given."""
     if labels is not None and label not in labels:
-        raise ValueError(f"{where}: label {label!r} was not seen in training, where they are {', '.join(labels)}")
+        raise ValueError(f"{where}: label {label!r} is none of the task's, which are {', '.join(labels)}")
 
 
 def label_of(value: Any, what: str) -> str:

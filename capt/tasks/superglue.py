@@ -53,6 +53,7 @@ SUPERGLUE = {
             "premise",
             ("entailment", "not_entailment"),
             (" yes", " no"),
+            " answer:",
         ),
     ),
     "cb": Entry(
@@ -63,13 +64,20 @@ SUPERGLUE = {
             "premise",
             ("entailment", "contradiction", "neutral"),
             (" yes", " no", " maybe"),
+            " answer:",
         ),
         metric="f1_and_accuracy",
     ),
     "boolq": Entry(
         "BoolQ",
         "boolq",
-        Prompt("boolq passage: {passage} question: {question}", "passage", ("False", "True"), (" False", " True")),
+        Prompt(
+            "boolq passage: {passage} question: {question}",
+            "passage",
+            ("False", "True"),
+            (" False", " True"),
+            " answer:",
+        ),
         label_key="answer",
     ),
     "wic": Entry(
@@ -80,6 +88,7 @@ SUPERGLUE = {
             "sentence1",
             ("False", "True"),
             (" False", " True"),
+            " answer:",
         ),
     ),
     "copa": Entry(
@@ -89,7 +98,8 @@ SUPERGLUE = {
             "copa choice1: {choice1} choice2: {choice2} premise: {premise} question: {question}",
             "premise",
             ("choice1", "choice2"),
-            (" A", " B"),
+            (" first", " second"),
+            " answer:",
         ),
     ),
     "multirc": Entry(
@@ -100,6 +110,7 @@ SUPERGLUE = {
             "paragraph",
             ("False", "True"),
             (" False", " True"),
+            " correct:",
         ),
         metric="multirc",
         rows=one_answer_a_row,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import random
 import string
@@ -29,6 +30,7 @@ class Prompt:
         labels: the label names; a class id is an index into them.
         label_words: one word a label, in the same order, as it would follow the template (a leading space included);
             None where the task has none.
+        cue: what stands between the template and a label word, such as ``" answer:"``; see :meth:`asking`.
 
     Raises:
         ValueError: a template without the field to cut, or as many words as there are not labels.
@@ -38,6 +40,7 @@ class Prompt:
     cut: str | None
     labels: tuple[str, ...]
     label_words: tuple[str, ...] | None = None
+    cue: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "labels", tuple(self.labels))
@@ -61,6 +64,10 @@ class Prompt:
         except ValueError as error:
             raise ValueError(f"template {self.template!r} is not a format string: {error}") from None
         return tuple(dict.fromkeys(name for _, name, _, _ in parts if name is not None))
+
+    def asking(self) -> Prompt:
+        """The prompt with its cue in the template: for a language model whose next word is read as the answer."""
+        return dataclasses.replace(self, template=self.template + self.cue, cue="")
 
     def render(self, example: Mapping[str, str]) -> str:
         """The prompt for ``example``."""
@@ -95,6 +102,11 @@ class Task:
                 raise ValueError(
                     f"template names the field {name!r}, which {self.name} does not have; it has {present}"
                 )
+
+
+def groups_of(examples: Sequence[Example]) -> list[str] | None:
+    """What each of ``examples``, one at least, belongs to; None where they stand alone."""
+    return [row["group"] for row in examples] if "group" in examples[0] else None
 
 
 def example(fields: Mapping[str, str], label: str | None, where: str, may_be_empty: Sequence[str] = ()) -> Example:

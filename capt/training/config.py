@@ -13,6 +13,12 @@ from typing import Any, Literal
 from ..config import CaptConfig
 from ..tasks import TASKS, Task, load_task
 
+#: Fields of TrainConfig that decide what a task's rows are: the options of :func:`capt.tasks.load_task`.
+TASK_OPTIONS = (
+    *("data_dir", "train_file", "eval_file", "text_column", "label_column"),
+    *("template", "label_words", "split_seed"),
+)
+
 
 def _option(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
@@ -75,7 +81,7 @@ class TrainConfig:
     bf16: bool = _option(False, "load the base in bfloat16; the vectors stay fp32")
     seed: int = _option(0, "of the order of the rows and of a linear head's start")
     eval_steps: int | None = _option(None, "evaluate and save each this many steps instead of each epoch")
-    patience: int | None = _option(None, "stop after this many evaluations without a better validation accuracy")
+    patience: int | None = _option(None, "stop after this many evaluations without a better score on validation")
 
     def __post_init__(self) -> None:
         if isinstance(self.depth, list | tuple):  # as a YAML file may give it
@@ -102,8 +108,7 @@ class TrainConfig:
 
     def load_task(self) -> Task:
         """The task with its options. Raises as :func:`capt.tasks.load_task`."""
-        options = "data_dir train_file eval_file text_column label_column template label_words split_seed"
-        return load_task(self.task, **{name: getattr(self, name) for name in options.split()})
+        return load_task(self.task, **{name: getattr(self, name) for name in TASK_OPTIONS})
 
     def capsule(self, label_words: Sequence[int] | None = None) -> CaptConfig:
         """The adapter's config; ``label_words`` are the words' token ids."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -15,24 +16,17 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoTokenizer,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
     set_seed,
 )
 
-from ..assets import minilm, smollm2
-from ..backbones import BACKBONES
 from ..model import CaptModel, get_capt_model
 from ..staging import staged, write_json
-from ..tasks import SPLITS, Example, Prompt, encode, label_word_ids
+from ..tasks import SPLITS, Example, Prompt, encode, groups_of
 from .config import TrainConfig
 from .inference import class_logits
-from .metrics import classification_metrics
+from .loading import load_base, prompt_for, word_ids
+from .metrics import Scoring
 from .report import plot_curve, versions
 from .trainer import CaptTrainer, last_checkpoint
 
@@ -40,59 +34,6 @@ Rows = list[dict[str, Any]]
 
 CONFIG_FILE = "train_config.json"
 PROMPT_FILE = "prompt.json"
-
-
-def load_base(model: str, num_labels: int, bf16: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A language model and its tokenizer, which is given a token to pad with if it has none.
-
-    A decoder or an encoder-decoder comes with its language-model head; an encoder, which has none for a task, without.
-
-    Raises:
-        OSError: there is no such model. ValueError: a tokenizer with neither a padding nor an end token.
-    """
-    embedded = {"smollm2": smollm2, "minilm": minilm}
-    source = str(embedded[model]()) if model in embedded else model
-    try:
-        config = AutoConfig.from_pretrained(source, num_labels=num_labels)
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        bidirectional = config.model_type in BACKBONES and not BACKBONES[config.model_type][0].is_causal
-        loader: Any = AutoModel if bidirectional else AutoModelForCausalLM
-        if config.is_encoder_decoder:
-            loader = AutoModelForSeq2SeqLM
-        base = loader.from_pretrained(source, config=config, dtype=torch.bfloat16 if bf16 else torch.float32)
-    except OSError as error:
-        raise OSError(f"model {model!r} cannot be loaded: {error}") from error
-    tokenizer.padding_side = "right"
-    if tokenizer.pad_token_id is None:
-        if tokenizer.eos_token_id is None:
-            raise ValueError(
-                f"the tokenizer of {model!r} has neither a padding nor an end-of-sequence token to pad with"
-            )
-        tokenizer.pad_token = tokenizer.eos_token  # masked everywhere, so any token will do
-    return base, tokenizer
-
-
-def word_ids(
-    prompt: Prompt, classifier: str, base: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
-) -> list[int] | None:
-    """Token ids of the label words; None for a linear classifier.
-
-    Raises:
-        ValueError: a word that is not a single token, a task without words, or a base without a head that says one.
-    """
-    if classifier == "linear":
-        return None
-    if prompt.label_words is None:
-        raise ValueError("the task has no label words: name some with label_words, or take classifier 'linear'")
-    if base.get_output_embeddings() is None:
-        name = type(base).__name__
-        raise ValueError(
-            f"classifier 'label-words' wants a language-model head, {name} has none: "
-            "take 'linear' (--classifier linear)"
-        )
-    # An encoder-decoder's answer starts a text of its own, so no space stands before it.
-    words = [word.strip() if base.config.is_encoder_decoder else word for word in prompt.label_words]
-    return label_word_ids(tokenizer, words)
 
 
 def train(config: TrainConfig, *, resume: bool = False, overwrite: bool = False) -> dict[str, Any]:
@@ -127,19 +68,19 @@ def prepare(config: TrainConfig, *, resume: bool = False, overwrite: bool = Fals
             stacklevel=2,
         )
     base, tokenizer = load_base(config.model, len(task.prompt.labels), config.bf16)
-    capsule = config.capsule(word_ids(task.prompt, config.classifier, base, tokenizer))
+    prompt = prompt_for(task.prompt, config.classifier, base)
+    capsule = config.capsule(word_ids(prompt, config.classifier, base, tokenizer))
     limits = {"train": config.train_rows, "validation": config.validation_rows, "test": config.test_rows}
     room = config.max_length - capsule.slots
-    rows = {
-        split: encode(task.splits[split][: limits[split]], task.prompt, tokenizer, room, f"{task.name} {split}")
-        for split in SPLITS
-    }
+    examples = {split: task.splits[split][: limits[split]] for split in SPLITS}
+    rows = {split: encode(examples[split], prompt, tokenizer, room, f"{task.name} {split}") for split in SPLITS}
     set_seed(config.seed)  # a linear head starts from it
     model = get_capt_model(base, capsule)
     model.backend = config.backend
     if not model.get_nb_trainable_parameters()[0]:
         raise ValueError("nothing trains: task_vectors is false and there is no linear head")
-    return Training(config, task.prompt, tokenizer, model, rows, checkpoint)
+    scoring = {split: Scoring(task.metric, groups_of(examples[split])) for split in SPLITS}
+    return Training(config, prompt, tokenizer, model, rows, scoring, checkpoint)
 
 
 @dataclass
@@ -151,6 +92,7 @@ class Training:
     tokenizer: PreTrainedTokenizerBase
     model: CaptModel
     rows: dict[str, Rows]
+    scoring: dict[str, Scoring]
     checkpoint: Path | None
 
     def run(self) -> dict[str, Any]:
@@ -164,7 +106,10 @@ class Training:
             What ``results.json`` holds.
         """
         config, model, folder = self.config, self.model, Path(self.config.output_dir)
-        trainer = CaptTrainer(model, self.tokenizer, config, folder, self.rows["train"], self.rows["validation"])
+        rows, scoring = self.rows, self.scoring
+        trainer = CaptTrainer(
+            model, self.tokenizer, config, folder, rows["train"], rows["validation"], scoring["validation"]
+        )
         writes = trainer.is_world_process_zero()
         trainer.accelerator.wait_for_everyone()  # each has looked whether the folder holds a run
         if writes and self.checkpoint is None:
@@ -175,7 +120,7 @@ class Training:
 
         trainable, total = model.get_nb_trainable_parameters()
         metrics = {
-            split: evaluate_rows(model, self.tokenizer, self.rows[split], config.batch_size)
+            split: evaluate_rows(model, self.tokenizer, rows[split], config.batch_size, scoring[split])
             for split in ("validation", "test")
         }
         results = {
@@ -183,7 +128,7 @@ class Training:
             "versions": versions(),
             "device": str(model.device),
             "labels": list(self.prompt.labels),
-            "rows": {split: len(rows) for split, rows in self.rows.items()},
+            "rows": {split: len(rows[split]) for split in SPLITS},
             "parameters": {"trainable": trainable, "all": total},
             "seconds": round(seconds, 2),
             "resumed_from": self.checkpoint.name if self.checkpoint else None,
@@ -192,9 +137,10 @@ class Training:
             "metrics": metrics,
             "history": trainer.state.log_history,
         }
+        # All processes call, since where FSDP shards the vectors each has a part of them.
+        with staged(folder / "adapter") if writes else contextlib.nullcontext(folder) as target:
+            model.save_pretrained(target, is_main_process=writes)
         if writes:
-            with staged(folder / "adapter") as target:
-                model.save_pretrained(target)
             plot_curve(folder / "curve.png", trainer.state.log_history)
             write_json(folder / "results.json", results)  # last: its presence says that the run is whole
         trainer.accelerator.wait_for_everyone()
@@ -240,15 +186,15 @@ def _read_json(path: Path, missing: str) -> dict[str, Any]:
 
 
 def evaluate_rows(
-    model: CaptModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, batch_size: int
+    model: CaptModel, tokenizer: PreTrainedTokenizerBase, rows: Rows, batch_size: int, scoring: Scoring
 ) -> dict[str, float]:
-    """``loss``, ``accuracy``, ``macro_f1``, the commonest label's share (``majority``) and the number of ``rows``."""
+    """``loss``, what ``scoring`` tells, the commonest label's share (``majority``) and the number of ``rows``."""
     model.eval()
     logits = class_logits(model, tokenizer, rows, batch_size, model.device)
     labels = torch.tensor([row["labels"] for row in rows])
     return {
         "loss": cross_entropy(logits, labels).item(),
-        **classification_metrics(logits, labels),
+        **scoring(logits, labels),
         "majority": labels.bincount().max().item() / len(labels),
         "rows": len(labels),
     }
@@ -291,9 +237,9 @@ class Run:
         room = self.config.max_length - self.model.capt_config.slots
         return encode(examples, self.prompt, self.tokenizer, room, source)
 
-    def evaluate(self, rows: Rows) -> dict[str, float]:
-        """:func:`evaluate_rows` of labelled rows."""
-        return evaluate_rows(self.model, self.tokenizer, rows, self.config.batch_size)
+    def evaluate(self, rows: Rows, scoring: Scoring | None = None) -> dict[str, float]:
+        """:func:`evaluate_rows` of labelled rows; by accuracy unless told otherwise."""
+        return evaluate_rows(self.model, self.tokenizer, rows, self.config.batch_size, scoring or Scoring())
 
     def predict(self, rows: Rows) -> list[dict[str, float]]:
         """The probability of every label, for each row."""

@@ -5,6 +5,7 @@ The loop, the optimizers, the schedule, accumulation, early stopping and devices
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import sys
@@ -31,11 +32,11 @@ from transformers import (
 )
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import get_length_grouped_indices
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, EvalPrediction, get_last_checkpoint
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint
 
 from ..model import CaptModel
 from .config import TrainConfig
-from .metrics import classification_metrics
+from .metrics import Scoring
 
 #: Where a run's checkpoints are written, before each moves to its place.
 UNFINISHED = ".unfinished"
@@ -118,8 +119,18 @@ class _Progress(ProgressCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
         if self.training_bar is not None:
-            shown = {name: f"{value:.3f}" for name, value in (logs or {}).items() if name in ("loss", "eval_accuracy")}
+            shown = {name: f"{value:.3f}" for name, value in (logs or {}).items() if name in ("loss", "eval_score")}
             self.training_bar.set_postfix(shown)
+
+
+class _Lines(TrainerCallback):
+    """A line an evaluation, for a log file."""
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.is_world_process_zero:
+            metrics = kwargs["metrics"]
+            shown = f"loss {metrics['eval_loss']:.4f}, score {metrics['eval_score']:.4f}"
+            print(f"capt: step {state.global_step} of {state.max_steps}: validation {shown}", file=sys.stderr)
 
 
 class CaptTrainer(Trainer):
@@ -134,6 +145,7 @@ class CaptTrainer(Trainer):
         folder: where checkpoints go, each in one move.
         train_rows, validation_rows: as :func:`capt.tasks.encode` gives them; no validation rows, no evaluation and no
             checkpoints.
+        scoring: of the validation rows; the checkpoint with the best score is kept, of equals the one of lowest loss.
     """
 
     def __init__(
@@ -144,9 +156,14 @@ class CaptTrainer(Trainer):
         folder: Path,
         train_rows: list[dict[str, Any]],
         validation_rows: list[dict[str, Any]] | None = None,
+        scoring: Scoring | None = None,
     ):
         folder = folder.resolve()
         evaluates = validation_rows is not None
+        # Sorted, so that like lengths share a batch.
+        validation = validation_rows or []
+        order = sorted(range(len(validation)), key=lambda i: len(validation[i]["input_ids"]))
+        scored = (scoring or Scoring()).of(order)
         when = "no" if not evaluates else "epoch" if config.eval_steps is None else "steps"
         arguments = TrainingArguments(
             output_dir=str(folder / UNFINISHED),
@@ -167,7 +184,7 @@ class CaptTrainer(Trainer):
             eval_steps=config.eval_steps,
             save_steps=config.eval_steps or 500,
             load_best_model_at_end=evaluates,
-            metric_for_best_model="accuracy" if evaluates else None,
+            metric_for_best_model="rank" if evaluates else None,
             greater_is_better=True if evaluates else None,
             restore_callback_states_from_checkpoint=True,
             # Every step is logged: an average over steps would differ after a resumption in its midst.
@@ -184,15 +201,17 @@ class CaptTrainer(Trainer):
             # Unless it is told, several processes without a GPU do not find one another.
             use_cpu=not torch.accelerator.is_available(),
         )
+        arguments._n_gpu = 1  # several GPUs in one process would be torch's DataParallel, which cannot run the model
         super().__init__(
             model=model,
             args=arguments,
             data_collator=DataCollatorWithPadding(tokenizer),
             train_dataset=train_rows,
-            # Sorted, so that like lengths share a batch; the metrics do not depend on the order.
-            eval_dataset=sorted(validation_rows, key=lambda row: len(row["input_ids"])) if validation_rows else None,
+            eval_dataset=[validation[i] for i in order] or None,
             compute_loss_func=_mean_loss,
-            compute_metrics=_metrics,
+            compute_metrics=lambda told: _ranked(
+                scored, torch.as_tensor(told.predictions), torch.as_tensor(told.label_ids)
+            ),
             preprocess_logits_for_metrics=lambda logits, _: logits[0] if isinstance(logits, tuple) else logits,
             callbacks=[
                 _WholeCheckpoints(folder),
@@ -202,9 +221,8 @@ class CaptTrainer(Trainer):
         # The loss is _mean_loss, over the whole accumulated batch: the model need not be told of it.
         self.model_accepts_loss_kwargs = False
         self.remove_callback(PrinterCallback)
-        if not arguments.disable_tqdm:
-            self.remove_callback(ProgressCallback)
-            self.add_callback(_Progress)
+        self.remove_callback(ProgressCallback)
+        self.add_callback(_Lines if arguments.disable_tqdm else _Progress)
 
     def train(self, resume_from_checkpoint: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As the Trainer's, but from a checkpoint at which training had ended it takes no further step."""
@@ -234,5 +252,7 @@ def _mean_loss(outputs: Any, labels: Tensor, num_items_in_batch: Tensor | int | 
     return cross_entropy(logits, labels, reduction="sum") / count
 
 
-def _metrics(prediction: EvalPrediction) -> dict[str, float]:
-    return classification_metrics(torch.as_tensor(prediction.predictions), torch.as_tensor(prediction.label_ids))
+def _ranked(scoring: Scoring, logits: Tensor, labels: Tensor) -> dict[str, float]:
+    """What ``scoring`` tells, and ``rank``: the score, to which a low loss adds less than any row could."""
+    found, loss = scoring(logits, labels), cross_entropy(logits.float(), labels).item()
+    return found | {"rank": found["score"] + (1e-6 / (1 + loss) if math.isfinite(loss) else 0)}

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import (
     GPT2Config,
     GPT2Model,
     LlamaConfig,
+    LlamaForSequenceClassification,
     LlamaModel,
 )
 
@@ -114,6 +117,21 @@ def test_adapter_errors():
     model.add_adapter("longer", CaptConfig(length=2))
     with pytest.raises(ValueError, match="'default' and 'longer' differ"):
         model(input_ids=ids, adapter_names=["default", "longer"])
+    with model.disable_adapter(), pytest.raises(ValueError, match="no adapter 'x'"):
+        model(input_ids=ids, adapter_names=["default", "x"])
+    with model.disable_adapter(), pytest.raises(ValueError, match="each of the 2 sequences, got 1"):
+        model.generate(input_ids=ids, adapter_names=["default"], max_new_tokens=1)
+
+
+def test_what_adapters_of_a_batch_may_differ_in():
+    """Where the base was loaded from, but not the classes of a head."""
+    model = classifier()
+    model.add_adapter("elsewhere", replace(model.capt_config, base_model_name_or_path="a/folder"))
+    ids = torch.ones(2, 3, dtype=torch.long)
+    assert model(input_ids=ids, adapter_names=["default", "elsewhere"]).logits.shape == (2, 3)
+    model.adapters["elsewhere"].head = torch.nn.Linear(16, 2)
+    with pytest.raises(ValueError, match="equal configs and heads; 'default' and 'elsewhere' differ"):
+        model(input_ids=ids, adapter_names=["default", "elsewhere"])
 
 
 def test_set_adapter_trains_that_one_only():
@@ -163,6 +181,10 @@ def test_bases_that_do_not_fit():
         get_capt_model(make_base("llama"), CaptConfig(depth=[4]))
     with pytest.raises(ValueError, match="rank must be at most the base's hidden size 16, got 17"):
         get_capt_model(make_base("llama"), CaptConfig(variant="projection", rank=17))
+    for asked in ({"num_labels": 1}, {"problem_type": "multi_label_classification"}):
+        base = LlamaForSequenceClassification(LlamaConfig(**SMALL, **asked))
+        with pytest.raises(NotImplementedError, match=r"one label of several; the base's config asks for '(reg|multi)"):
+            get_capt_model(base, CaptConfig())
     for variant in ("extraction", "projection"):  # their own parameters would train with nothing
         with pytest.raises(ValueError, match=f"first_mean=False leaves variant '{variant}' no mean to work on"):
             get_capt_model(make_base("llama"), CaptConfig(variant=variant, depth="input", first_mean=False))

@@ -13,7 +13,7 @@ from capt.analysis.command import load_capsules
 from capt.cli import main
 from capt.runner import Runner
 from capt.tasks.superglue import SUPERGLUE
-from capt.training.run import load_base
+from capt.training.loading import load_base
 
 from .small import randomise
 

@@ -1,5 +1,6 @@
 import io
 import json
+import math
 import os
 import subprocess
 import sys
@@ -45,7 +46,11 @@ def test_train_prints_what_it_reached(sources, tmp_path, capsys):
     results = json.loads((tmp_path / "run/results.json").read_text())
     assert f"accuracy {results['metrics']['test']['accuracy']:.4f}" in out
     assert "64 trained parameters" in out
-    assert err == ""  # no bar where stderr is no terminal
+    # A line an evaluation and no bar, where stderr is no terminal.
+    evaluations = [entry for entry in results["history"] if "eval_loss" in entry]
+    assert [line.split(":")[1] for line in err.splitlines()] == [
+        f" step {entry['step']} of {results['steps']}" for entry in evaluations
+    ]
 
 
 def test_flags_win_over_the_file(sources, tmp_path):
@@ -220,10 +225,27 @@ def test_evaluate_leaves_a_folder_alone(run, tmp_path, capsys):
     assert [path.name for path in tmp_path.iterdir()] == ["kept"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--split", "train", "--file", "a.csv"], "--split train and --file a.csv name two sets of rows"),
+        (["--text-column", "body"], "--text-column names a column of --file, and none was given"),
+        (["--label-column", "stars"], "--label-column names a column of --file, and none was given"),
+    ],
+)
+def test_evaluate_refuses_flags_without_effect(run, capsys, flags, message):
+    assert message in refused(capsys, ["evaluate", str(run), *flags])
+
+
+def test_numbers_that_json_lacks(tmp_path):
+    write_json(tmp_path / "a.json", {"loss": math.nan, "all": (1.5, math.inf, 2), "text": "NaN"})
+    assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None, "all": [1.5, None, 2], "text": "NaN"}
+
+
 def test_evaluate_refuses_an_unknown_label(run, tmp_path, capsys):
     (tmp_path / "a.csv").write_text("text,label\na film,good\na film,ugly\n")
     err = refused(capsys, ["evaluate", str(run), "--file", str(tmp_path / "a.csv")])
-    assert "a.csv, line 3: label 'ugly' was not seen in training" in err
+    assert "a.csv, line 3: label 'ugly' is none of the task's" in err
 
 
 def test_a_defect_keeps_its_traceback(run, monkeypatch):
@@ -259,7 +281,11 @@ def test_ctrl_c_leaves_the_last_checkpoint(sources, tmp_path):
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     program = subprocess.run(command, stderr=subprocess.PIPE, text=True, env=environment, timeout=240)
     assert program.returncode == 130, program.stderr
-    assert program.stderr == f"capt: interrupted; {folder / 'checkpoint-4'} is whole, go on with --resume\n"
+    lines = program.stderr.splitlines()
+    assert [line.split(": validation loss")[0] for line in lines[:-1]] == [
+        f"capt: step {step} of 100000" for step in (2, 4)
+    ]
+    assert lines[-1] == f"capt: interrupted; {folder / 'checkpoint-4'} is whole, go on with --resume"
     assert all((path / "trainer_state.json").is_file() for path in folder.glob("checkpoint-*"))
     assert not list(folder.glob(".*/*"))  # nothing was begun and left
 

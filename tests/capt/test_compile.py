@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.utils import counters
-from transformers import LlamaConfig, LlamaModel, T5Config, T5EncoderModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaModel, T5Config, T5EncoderModel
 
 from capt import CaptConfig, get_capt_model
 
@@ -14,6 +14,7 @@ from .naive import SMALL, T5_SMALL, batch_of, randomise
 BASES = {
     "llama": lambda layers: LlamaModel(LlamaConfig(**SMALL | {"num_hidden_layers": layers})),
     "t5": lambda layers: T5EncoderModel(T5Config(**T5_SMALL | {"num_layers": layers})),
+    "bert": lambda layers: BertModel(BertConfig(**SMALL | {"num_hidden_layers": layers}), add_pooling_layer=False),
 }
 #: Graphs of a forward: two of layers, and those of the door, the norm behind the last layer, and the outputs.
 MOST = 9
@@ -50,7 +51,9 @@ def assert_equal(model, compiled, lengths, tolerance=1e-6):
 
 
 # How many graphs there are is decided before a backend sees them, and the ops' backwards are the same in every family.
-@pytest.mark.parametrize(("family", "layers", "backend"), [("llama", 2, "aot_eager"), ("t5", 4, "eager")])
+@pytest.mark.parametrize(
+    ("family", "layers", "backend"), [("llama", 2, "aot_eager"), ("t5", 4, "eager"), ("bert", 3, "eager")]
+)
 def test_equal_numbers_and_no_storm(family, layers, backend):
     model = make(family, layers)
     compiled = torch.compile(model, backend=backend)

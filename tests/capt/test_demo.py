@@ -45,7 +45,7 @@ def test_every_row_is_measured(reviews, tmp_path):
 
 
 def test_the_command(reviews, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("capt.training.run.smollm2", lambda: save_llama(tmp_path / "model"))
+    monkeypatch.setattr("capt.training.loading.smollm2", lambda: save_llama(tmp_path / "model"))
     assert main(["demo", "--quick", "--output-dir", str(tmp_path / "out")]) == 0
     assert "CaPT, lead=1, first_mean=False" in capsys.readouterr().out
     assert (tmp_path / "out/results.json").is_file()

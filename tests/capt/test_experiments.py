@@ -10,11 +10,12 @@ from transformers import AutoTokenizer
 
 from capt.experiments import METHODS, Bench, Cell, run_cell
 from capt.experiments.answers import TextToText, answer_of
-from capt.experiments.cells import build
+from capt.experiments.cells import build, slots_of
 from capt.experiments.fit import better
+from capt.methods import PrefixModel
 from capt.tasks import Prompt
 from capt.training import TrainConfig
-from capt.training.run import load_base
+from capt.training.loading import load_base
 
 from .tiny import BAD, GOOD, save_llama
 
@@ -36,6 +37,37 @@ def config(sources):
 
 def weights(base):
     return {name: tensor.clone() for name, tensor in base.state_dict().items()}
+
+
+def test_what_decides_a_task_s_rows_is_not_taken_from_another_cell(config, sources):
+    bench, tokenizer = Bench(), AutoTokenizer.from_pretrained(sources["llama"])
+    ids = []
+    for template in ("{text}", "a film: {text}"):
+        cell = Cell("capt", dataclasses.replace(config, template=template), answer="linear")
+        ids.append(bench.rows(cell, "test", 40, tokenizer)[0]["input_ids"])
+        assert bench.task(cell.config).prompt.template == template
+    assert len(ids[1]) > len(ids[0])
+
+
+def test_label_words_are_asked_for(tmp_path, sources):
+    rows = [
+        {"premise": "a film", "hypothesis": "fine", "label": ("entailment", "not_entailment")[i % 2]} for i in range(20)
+    ]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    bench, tokenizer = Bench(), AutoTokenizer.from_pretrained(sources["llama"])
+    config = TrainConfig(model=sources["llama"], task="rte", data_dir=str(tmp_path))
+    linear, words = (
+        bench.rows(Cell("capt", config, answer=answer), "test", 400, tokenizer)[0]["input_ids"]
+        for answer in ("linear", "label-words")
+    )
+    assert len(words) > len(linear)
+
+
+def test_a_prefix_takes_positions_of_bert_s_table(sources):
+    for family, taken in (("bert", 3), ("llama", 0)):
+        base, _ = load_base(sources[family], 2)
+        assert slots_of(PrefixModel(base, 3, task_type="SEQ_CLS")) == taken
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -188,13 +220,9 @@ def test_the_slot_is_within_max_length(config):
         rows = run_cell(Cell(method, dataclasses.replace(config, max_steps=1), options), bench)["rows"]
         assert rows["train"] == 48
         longest[method, len(options)] = max(
-            len(row["input_ids"]) for key, kept in bench._rows.items() for row in kept if key[4] == 8 - _slots(module)
+            len(row["input_ids"]) for key, kept in bench._rows.items() for row in kept if key[3] == 8 - slots_of(module)
         )
     assert longest == {("bare", 0): 8, ("capt", 0): 7, ("capt", 1): 5}
-
-
-def _slots(module):
-    return module.capt_config.slots if hasattr(module, "capt_config") else 0
 
 
 def test_the_majority_class_is_that_of_training(config, tmp_path):

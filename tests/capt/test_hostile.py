@@ -237,6 +237,23 @@ def test_a_choice_of_next_tokens_sees_the_callers_ids(options):
     assert set(out[:, 6].tolist()) <= {7, 14}
 
 
+def test_a_loop_of_the_callers_own_is_refused():
+    with pytest.raises(NotImplementedError, match="does not take custom_generate: it would see"):
+        wrapped().generate(batch_of((4, 4))[0], custom_generate=lambda model, ids, **kwargs: ids)
+
+
+def test_padding_shows_no_token_that_the_prompt_lacks():
+    model = wrapped(lead=1)
+    ids, mask = batch_of((2, 6), "left")
+    seen = []
+    run = model.base.forward
+    model.base.forward = lambda input_ids=None, **kwargs: seen.append(input_ids) or run(input_ids=input_ids, **kwargs)
+    model.generate(ids, attention_mask=mask, max_new_tokens=1)
+    del model.base.forward
+    for row, real, shown in zip(ids, mask, seen[0], strict=True):
+        assert set(shown.tolist()) == set(row[real == 1].tolist())
+
+
 def test_a_choice_of_next_tokens_for_several_samples_of_a_prompt_is_refused():
     ids, _ = batch_of((4, 4))
     with pytest.raises(NotImplementedError, match="prefix_allowed_tokens_fn with several sampled sequences"):

@@ -1,5 +1,6 @@
 import json
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,8 @@ def test_labels_and_templates_of_superglue(tmp_path, name, row, label, prompt):
     task = load_task(name, data_dir=str(folder))
     assert task.splits["test"][0]["label"] == label
     assert task.prompt.render(task.splits["test"][0]) == prompt
+    assert task.prompt.asking().render(task.splits["test"][0]) == f"{prompt} answer:"
+    assert load_task(name, data_dir=str(folder), template=task.prompt.template).prompt.cue == ""
 
 
 def test_hub_rows_carry_integer_labels(monkeypatch):
@@ -100,6 +103,12 @@ def test_no_connection(monkeypatch):
         load_task("rte")
 
 
+def test_without_datasets(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r"fetching a dataset needs datasets: pip install 'capt-kernels\[train\]'"):
+        load_task("rte")
+
+
 def test_real_folder():
     folder = os.environ.get("CAPT_DATA_DIR", "")
     if not Path(folder, "RTE", "train.jsonl").is_file():
@@ -120,9 +129,9 @@ def test_real_folder():
         ('{"premise": "a", "label": "entailment"}', r"train\.jsonl, line 2: there is no field 'hypothesis'; there are"),
         (
             '{"premise": "a", "hypothesis": "b", "label": "maybe"}',
-            r"line 2: label 'maybe' was not seen .*entailment, not_ent",
+            r"line 2: label 'maybe' is none of the task's, which are entailment, not_ent",
         ),
-        ('{"premise": "a", "hypothesis": "b", "label": 2}', r"line 2: label '2' was not seen"),
+        ('{"premise": "a", "hypothesis": "b", "label": 2}', r"line 2: label '2' is none of the task's"),
         ('{"premise": " ", "hypothesis": "b", "label": 0}', r"train\.jsonl, line 2: premise is empty"),
         ('{"premise": 5, "hypothesis": "b", "label": 0}', r"line 2: premise must be a string, got 5"),
         ('{"premise": "a", "hypothesis": "b", "label": null}', r"line 2: label must be .*got None"),
@@ -189,7 +198,7 @@ def test_an_empty_answer_of_multirc_is_a_row(tmp_path):
         ),
         (
             {"passage": {"text": "t", "questions": [{"question": "q", "answers": [{"text": "a", "label": 2}]}]}},
-            r"line 2: question 1, answer 1: label '2' was not seen in training, where they are False, True",
+            r"line 2: question 1, answer 1: label '2' is none of the task's, which are False, True",
         ),
         ({"paragraph": "p", "label": 1}, r"line 2: an object with a dict 'idx' is wanted, 'idx' is None"),
     ],
@@ -220,7 +229,7 @@ def test_csqa_of_files_and_hub(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answerKey": "F"}, r"train\.jsonl, line 2: label 'F' was not seen in training, where they are A, B, C, D, E"),
+        ({"answerKey": "F"}, r"train\.jsonl, line 2: label 'F' is none of the task's, which are A, B, C, D, E"),
         ({"answerKey": ""}, r"line 2: answerKey must be a non-empty string"),
         ({"question": {"choices": []}}, r"line 2: the question must be a string, got None"),
         ({"question": {"stem": "where?", "choices": 5}}, r"line 2: choices must be labelled texts, got 5"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import BertForSequenceClassification, LlamaForCausalLM, T5EncoderModel
+from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, LlamaModel, T5EncoderModel
 
 from capt.methods import PrefixModel
 
-from .naive import make_base
+from .naive import SMALL, make_base
 
 FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "t5", "bert"]
 LENGTHS = torch.tensor([9, 1, 5])
@@ -169,6 +169,15 @@ def test_generation():
         assert torch.equal(row[:stop], text[:stop])
     with pytest.raises(NotImplementedError, match="would have to stand in the cache"):
         PrefixModel(make_base("llama", torch.float32), 3).generate(ids, mask)
+
+
+def test_where_the_prefix_lies():
+    """As capsules do: with storage though the base has none, and as wide as an fp64 base."""
+    with torch.device("meta"):
+        base = LlamaModel(LlamaConfig(**SMALL))
+    assert PrefixModel(base, 2).keys.device.type == "cpu"
+    assert PrefixModel(make_base("llama", torch.float64), 2).keys.dtype == torch.float64
+    assert PrefixModel(make_base("llama", torch.bfloat16), 2).keys.dtype == torch.float32
 
 
 def test_the_base_is_given_back():

@@ -169,6 +169,44 @@ def test_what_is_not_finite_is_not_chosen(plan, monkeypatch, marks, tmp_path):
     assert "| base alone | not finite |  |" in tables
 
 
+def test_a_search_half_done_has_chosen_nothing(plan, marks, tmp_path):
+    reproduce([plan], tmp_path)
+    next((tmp_path / "tiny").glob("file--capt--lr=0.01--seed=0*")).unlink()
+    tables = Runner([plan], tmp_path).write_table()
+    assert "| CaPT |  |  |  |  |  |" in tables
+    assert "| CaPT |  |\n" in tables
+    assert "| base alone | 25.0 | 25.0 |" in tables
+
+
+def test_seeds_that_are_not_finite_are_told(plan, monkeypatch, marks, tmp_path):
+    fake = reproduction.run_cell
+
+    def run_cell(cell, bench):
+        lost = cell.config.seed == 1
+        return fake(cell, bench) | ({"metrics": {"validation": None, "test": None}} if lost else {})
+
+    monkeypatch.setattr(RUNNER, run_cell)
+    assert "| CaPT | 25.0 (1 of 2 seeds finite) |" in reproduce([plan], tmp_path).tables
+
+
+def test_trained_parameters_are_those_of_the_choice(plan, monkeypatch, marks, tmp_path):
+    fake = reproduction.run_cell
+
+    def run_cell(cell, bench):
+        results = fake(cell, bench)
+        n = cell.options["length"]
+        mark = {"score": n / 10, "loss": 1.0}
+        return results | {
+            "metrics": {"validation": mark, "test": mark},
+            "parameters": {"trainable": 32 * n},
+        }
+
+    monkeypatch.setattr(RUNNER, run_cell)
+    row = Row("length searched", "capt", ({"length": 1}, {"length": 4}, {"length": 2}))
+    tables = reproduce([dataclasses.replace(plan, rows=(row,), seeds=1)], tmp_path).tables
+    assert "| length searched | 40.0 | 40.0 | 128 |" in tables
+
+
 def test_published_numbers_stand_beside_those_of_their_base(plan):
     run = {
         "base": ["t5", 24, 1024],

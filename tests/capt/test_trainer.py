@@ -5,10 +5,19 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForSequenceClassification, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Seq2SeqTrainer,
+    Seq2SeqTrainingArguments,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from capt import CaptConfig, CaptModel, get_capt_model
 from capt.training import SaveAdapter
+from capt.training.trainer import CaptTrainer
 
 from .naive import SMALL, make_base
 
@@ -154,6 +163,29 @@ def test_gradient_checkpointing(tmp_path, task):
         states.append(state(trainer.model))
     for name, tensor in states[0].items():
         torch.testing.assert_close(states[1][name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_generated_texts_as_predictions(tmp_path):
+    model = get_capt_model(base_for("SEQ_2_SEQ_LM"), CaptConfig())
+    arguments = Seq2SeqTrainingArguments(
+        output_dir=str(tmp_path), predict_with_generate=True, generation_max_length=5, report_to="none", use_cpu=True
+    )
+    rows = [
+        {name: row[name] for name in ("input_ids", "attention_mask", "labels")} for row in rows_for("SEQ_2_SEQ_LM", 4)
+    ]
+    found = Seq2SeqTrainer(model, arguments).predict(rows)
+    batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "attention_mask")}
+    want = model.eval().generate(**batch, max_length=5)
+    assert found.predictions[:, : want.shape[1]].tolist() == want.tolist()
+    assert found.metrics["test_loss"] > 0
+
+
+def test_several_gpus_in_one_process_are_refused(config, tokenizer, tmp_path):
+    """The Trainer would wrap the model in torch.nn.DataParallel."""
+    model = get_capt_model(base_for("SEQ_CLS"), CaptConfig())
+    with pytest.raises(NotImplementedError, match="start one process a GPU, with torchrun or accelerate launch"):
+        model._replicate_for_data_parallel()
+    assert CaptTrainer(model, tokenizer, config, tmp_path, rows_for("SEQ_CLS", 4)).args.n_gpu == 1
 
 
 def test_state_holds_no_base_and_asks_for_none():

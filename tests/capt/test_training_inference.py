@@ -7,8 +7,8 @@ from transformers import AutoTokenizer
 from capt import CaptConfig, get_capt_model
 from capt.tasks import Prompt, encode
 from capt.training.inference import class_logits
-from capt.training.metrics import classification_metrics
-from capt.training.run import load_base
+from capt.training.loading import load_base
+from capt.training.metrics import Scoring
 
 
 def test_logits_come_in_the_order_of_the_rows(sources):
@@ -35,5 +35,17 @@ def test_logits_come_in_the_order_of_the_rows(sources):
 )
 def test_metrics_by_hand(predicted, labels, classes, accuracy, macro_f1):
     logits = torch.nn.functional.one_hot(torch.tensor(predicted), classes).float()
-    found = classification_metrics(logits, torch.tensor(labels))
-    assert found == pytest.approx({"accuracy": accuracy, "macro_f1": macro_f1})
+    found = Scoring()(logits, torch.tensor(labels))
+    assert found == pytest.approx({"accuracy": accuracy, "macro_f1": macro_f1, "score": accuracy})
+
+
+def test_the_task_s_own_metric_in_any_order_of_the_rows():
+    """Two questions of two answers each: one is right in both, the other in one."""
+    logits, labels = torch.eye(2)[[1, 0, 1, 1]], torch.tensor([1, 0, 1, 0])
+    scoring = Scoring("multirc", ["q1", "q1", "q2", "q2"])
+    found = scoring(logits, labels)
+    assert found == pytest.approx(
+        {"accuracy": 0.75, "macro_f1": (2 / 3 + 0.8) / 2, "score": 0.8, "f1a": 0.8, "exact_match": 0.5}
+    )
+    order = [2, 0, 3, 1]
+    assert scoring.of(order)(logits[order], labels[order]) == found

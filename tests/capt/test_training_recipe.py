@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from capt.training import prepare, train
-from capt.training.run import load_base
+from capt.training.loading import load_base
 from capt.training.trainer import CaptTrainer, LengthGroupedBatches
 
 from .tiny import save_llama
