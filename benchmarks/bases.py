@@ -87,7 +87,7 @@ def make_base(name: str, layers: int | None = None, device: str = "cpu") -> PreT
         layers: in place of a shape's own number.
 
     Raises:
-        ValueError: layers for weights that have theirs. OSError: no such model.
+        ValueError: layers for weights that have theirs, or a family without a packed backbone. OSError: no such model.
     """
     torch.manual_seed(0)
     if name in SHAPES:
@@ -97,6 +97,8 @@ def make_base(name: str, layers: int | None = None, device: str = "cpu") -> PreT
     else:
         source = str(EMBEDDED[name]()) if name in EMBEDDED else name
         kind = AutoConfig.from_pretrained(source).model_type
+        if kind not in BACKBONES:
+            raise ValueError(f"no packed backbone runs a model_type {kind!r}; there are {', '.join(BACKBONES)}")
         if kind == "t5":
             base = T5EncoderModel.from_pretrained(source, dtype=torch.float32)
         elif kind in BACKBONES and not BACKBONES[kind][0].is_causal:

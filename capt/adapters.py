@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from . import heads, saving
+from .backbones import HookedBackbone
 from .capsules import Capsules
 from .config import CaptConfig
 
@@ -66,6 +67,10 @@ class AdapterSet(nn.Module):
         if not isinstance(name, str) or not name or "." in name or hasattr(self.adapters, name):
             raise ValueError(f"adapter_name must be a string that can name a torch submodule, got {name!r}")
         task = heads.infer_task(self.base, self._backbone, config)
+        if isinstance(self._backbone, HookedBackbone):
+            self._backbone.check(config)
+            if task == "CAUSAL_LM" or config.label_words is not None:
+                self._backbone.check_head(self.base)
         fields = config.to_dict() | {"task_type": task}
         if config.base_model_name_or_path is None:
             fields["base_model_name_or_path"] = getattr(self.base, "name_or_path", None) or None

@@ -8,26 +8,22 @@ positions, counted from the attention mask, come out one on.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from capt_kernels.validation import boolean_mask, check_shape
 
 from . import heads
+from .backbones.hooks import outside, rewriting
 from .layout import Layout, Rows
 
 if TYPE_CHECKING:
     from .model import CaptModel
-
-#: Which generation, if any, the forwards of this thread belong to.
-_generation: ContextVar[object] = ContextVar("_generation", default=None)
 
 _WHOLE = "the prompt has to run as a whole"
 _PLACEHOLDERS = "it would see the slots' placeholders as tokens"
@@ -73,8 +69,8 @@ def generate(
     ids, real, places = _with_placeholders(input_ids, rows, layout)
     added = ids.shape[1] - input_ids.shape[1]
     options = _options(model, options, input_ids, added, ids.shape[1])
-    prompted = dict(zip(chosen[0].capsules.layers, slots, strict=True))
-    with _slots_written(model._backbone.stack.layers, prompted, places, ids.shape[1]):
+    written = [_slots_written(values, places, ids.shape[1]) for values in slots]
+    with rewriting(model._backbone.blocks, dict(zip(chosen[0].capsules.layers, written, strict=True))):
         out = model.base.generate(input_ids=ids, attention_mask=real.long(), **options)
     return _without_placeholders(out, input_ids, ids.shape[1])
 
@@ -168,15 +164,6 @@ def _own(sequences: Tensor, input_ids: Tensor, length: int) -> Tensor:
     return torch.cat([input_ids.repeat_interleave(copies, 0), sequences[:, length:]], 1)
 
 
-def _outside(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls the caller's code, which may run the same model on texts of its own."""
-    before = _generation.set(None)
-    try:
-        return function(*arguments)
-    finally:
-        _generation.reset(before)
-
-
 class _OwnIds:
     """A caller's processor or criterion, shown the caller's ids."""
 
@@ -184,14 +171,14 @@ class _OwnIds:
         self._wrapped, self._input_ids, self._length = wrapped, input_ids, length
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        return _outside(self._wrapped, _own(input_ids, self._input_ids, self._length), scores)
+        return outside(self._wrapped, _own(input_ids, self._input_ids, self._length), scores)
 
 
 def _own_prefix(
     allowed: Callable[[int, Tensor], list[int]], input_ids: Tensor, length: int
 ) -> Callable[[int, Tensor], list[int]]:
     """A caller's choice of next tokens, shown the caller's ids."""
-    return lambda i, ids: _outside(allowed, i, torch.cat([input_ids[i], ids[length:]]))
+    return lambda i, ids: outside(allowed, i, torch.cat([input_ids[i], ids[length:]]))
 
 
 class _OwnPrompt:
@@ -203,40 +190,24 @@ class _OwnPrompt:
 
     def put(self, value: Tensor) -> None:
         prompt, self._prompt = self._prompt, None
-        _outside(self._wrapped.put, value if prompt is None else prompt.cpu())
+        outside(self._wrapped.put, value if prompt is None else prompt.cpu())
 
     def end(self) -> None:
         self._wrapped.end()
 
 
-@contextlib.contextmanager
-def _slots_written(layers: nn.ModuleList, slots: dict[int, Tensor], places: Tensor, length: int) -> Iterator[None]:
-    """Inside, every run of a whole prompt by this generation finds its slots in front of the prompted layers."""
-    here = object()
+def _slots_written(slots: Tensor, places: Tensor, length: int) -> Callable[[Tensor], Tensor]:
+    """Writes ``slots [B, K, D]`` into the hidden states of every run of a whole prompt."""
 
-    def writer(values: Tensor):
-        def write(module: nn.Module, args: tuple, kwargs: dict):
-            if _generation.get() is not here:  # another thread, or the caller's own code, runs the base on other texts
-                return None
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if hidden.shape[1] < length:  # one more token, behind a cache that holds the slots
-                return None
-            # Beams of a prompt follow each other.
-            beams = hidden.shape[0] // places.shape[0]
-            where = places.repeat_interleave(beams, 0)[..., None].expand(-1, -1, hidden.shape[-1])
-            hidden = hidden.scatter(1, where, values.repeat_interleave(beams, 0).to(hidden.dtype))
-            return ((hidden, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": hidden})
+    def write(hidden: Tensor) -> Tensor:
+        if hidden.shape[1] < length:  # one more token, behind a cache that holds the slots
+            return hidden
+        # Beams of a prompt follow each other.
+        beams = hidden.shape[0] // places.shape[0]
+        where = places.repeat_interleave(beams, 0)[..., None].expand(-1, -1, hidden.shape[-1])
+        return hidden.scatter(1, where, slots.repeat_interleave(beams, 0).to(hidden.dtype))
 
-        return write
-
-    handles = [layers[i].register_forward_pre_hook(writer(values), with_kwargs=True) for i, values in slots.items()]
-    before = _generation.set(here)
-    try:
-        yield
-    finally:
-        _generation.reset(before)
-        for handle in handles:
-            handle.remove()
+    return write
 
 
 def _without_placeholders(out: Any, input_ids: Tensor, length: int) -> Any:

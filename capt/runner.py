@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from capt_kernels import capsule_refresh, pack
 from capt_kernels.validation import boolean_mask
 
-from .backbones import backbones_of
+from .backbones import HookedBackbone, backbones_of
 from .backbones.stream import Stream
 from .capsules import Capsules, MixedCapsules, place, refresh
 from .config import CaptConfig
@@ -47,8 +47,13 @@ class Runner:
         Raises:
             NotImplementedError: the base cannot be run so as it is now; says why.
         """
-        obstacle = "backend is 'reference'" if self.backend == "reference" else self.packed.obstacle(positions)
-        if obstacle is None:
+        if self.backend == "reference":
+            obstacle: str | None = "backend is 'reference'"
+        elif self.packed is None:
+            obstacle = f"no packed backbone is written for model_type {self.reference.config.model_type!r}"
+        else:
+            obstacle = self.packed.obstacle(positions)
+        if obstacle is None and self.packed is not None:
             self.packed.memory = self.memory
             return self.packed
         if self.backend == "fused":
@@ -91,6 +96,10 @@ class Runner:
         rows, cu_seqlens, indices = _pack(given, real)
         pooled = None if pool_mask is None else boolean_mask("pool_mask", pool_mask).flatten()[indices]
         layout = Layout(cu_seqlens, 0, config.lead, pooled, None if prefixes is None else prefixes[0])
+        ops = "reference" if self.backend == "reference" else "auto"
+        if isinstance(backbone, HookedBackbone):
+            rows, layout = self._run_hooked(backbone, capsules, rows, layout, ops, slots)
+            return Rows(rows, layout, indices, *given.shape[:2])
         shift = config.slots if config.positions == "shift" and 0 in prompted_layers else 0
         rows = backbone.embed(rows, layout, shift, None if token_types is None else token_types.flatten()[indices])
         # transformers lets embeddings require a gradient where it checkpoints, trained or not; then the layers before
@@ -98,7 +107,6 @@ class Runner:
         if given.dim() == 2 and rows.requires_grad and not any(p.requires_grad for p in self._base.parameters()):
             rows = rows.detach()
 
-        ops = "reference" if self.backend == "reference" else "auto"
         stream, context = Stream(rows), None
         for i in range(backbone.num_layers):
             due = None
@@ -120,6 +128,33 @@ class Runner:
             here = layout if prefixes is None else layout.behind(prefixes[i])
             stream = backbone.layer(i, stream, here, context, due)
         return Rows(backbone.finish(stream), layout, indices, *given.shape[:2])
+
+    def _run_hooked(
+        self,
+        backbone: HookedBackbone,
+        capsules: Any,
+        given: Tensor,
+        layout: Layout,
+        ops: str,
+        slots: list[Tensor] | None,
+    ) -> tuple[Tensor, Layout]:
+        """:meth:`.HookedBackbone.run`, with the slots of every prompted layer written by hooks."""
+
+        def write(prompted: int) -> Callable[[Tensor, Layout], Tensor]:
+            def due(rows: Tensor, grown: Layout) -> Tensor:
+                if prompted == 0:
+                    rows, _ = _place(capsules, 0, rows[grown.token_rows], layout, ops)
+                else:
+                    slot = _refresh(capsules, prompted, Stream(rows), grown, ops)
+                    rows = capsule_refresh(rows, **slot.arguments(grown))
+                if slots is not None:
+                    slots.append(rows[grown.slot_rows])
+                return rows
+
+            return due
+
+        writes = {layer: write(prompted) for prompted, layer in enumerate(capsules.layers)}
+        return backbone.run(given, layout, writes, capsules.config.slots, capsules.config.lead)
 
 
 class RunnerOptions(nn.Module):

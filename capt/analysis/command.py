@@ -95,6 +95,8 @@ def prepare(given: argparse.Namespace) -> Measurement:
     if torch.cuda.is_available():
         base.to("cuda")  # type: ignore[arg-type]
     runner = Runner(base.eval())
+    if runner.packed is None:
+        raise NotImplementedError(f"attention of bases of model_type {base.config.model_type!r} is not looked at")
     adapters: dict[str, Capsules | None] = {BARE: None}
     for name, folder in folders.items():
         adapters[name] = load_capsules(runner, folder)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
@@ -39,6 +39,7 @@ class DecoderBackbone:
     def __init__(self, base: PreTrainedModel):
         self.stack = cast(Any, base.base_model)
         self.config = self.stack.config
+        self.blocks: nn.ModuleList = self.stack.layers
         self.num_layers: int = self.config.num_hidden_layers
         self.width: int = self.config.hidden_size
         windowed = getattr(self.config, "sliding_window", None) is not None

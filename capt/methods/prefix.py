@@ -59,6 +59,8 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
             raise ValueError(f"length must be a positive int, got {length!r}")
         self._runner = Runner(base)
         backbone = self._runner.reference
+        if self._runner.packed is None:
+            raise NotImplementedError(f"P-Tuning v2 is not written for bases of model_type {base.config.model_type!r}")
         words = None if label_words is None else tuple(label_words)
         asked = CaptConfig(task_type=task_type, label_words=words)
         task = heads.infer_task(base, backbone, asked)

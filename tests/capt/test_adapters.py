@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 from transformers import (
-    GPT2Config,
-    GPT2Model,
+    ElectraConfig,
+    ElectraModel,
     LlamaConfig,
     LlamaForSequenceClassification,
     LlamaModel,
@@ -163,8 +163,9 @@ def test_unloading_gives_the_base_back_and_merging_says_why_not():
 
 
 def test_bases_that_do_not_fit():
-    with pytest.raises(NotImplementedError, match="model_type 'gpt2' are not supported; supported: llama"):
-        get_capt_model(GPT2Model(GPT2Config(n_embd=16, n_layer=1, n_head=2)), CaptConfig())
+    electra = ElectraModel(ElectraConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
+    with pytest.raises(NotImplementedError, match="model_type 'electra' are not supported: it is no causal decoder"):
+        get_capt_model(electra, CaptConfig())
     with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
         get_capt_model(torch.nn.Linear(2, 2), CaptConfig())
     with pytest.raises(ValueError, match="CaptConfig, got dict"):
