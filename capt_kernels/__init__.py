@@ -1,7 +1,8 @@
 """Fused kernels for Capsule Prompt-Tuning (CaPT, arXiv 2510.16670) as drop-in autograd ops.
 
 Every op takes ``backend="auto" | "reference" | "cpu" | "triton"`` (attention "flash_attn" besides); :func:`backends`
-tells which this machine has.
+tells which this machine has. Gradients of the fused backends "cpu" and "triton" are of first order: their backward
+raises NotImplementedError under ``create_graph=True``.
 """
 
 from .attention import capsule_attention, t5_bias_table

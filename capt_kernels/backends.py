@@ -43,7 +43,8 @@ class BackendStatus(NamedTuple):
 
 def interpreted() -> bool:
     """True when Triton kernels run in its interpreter, which takes CPU tensors."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+    # What Triton itself takes for a yes.
+    return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
 def has_gpu() -> bool:
@@ -71,15 +72,27 @@ def _triton_status() -> BackendStatus:
     return BackendStatus(True, "triton on a GPU")
 
 
-def _flash_attn_status() -> BackendStatus:
+def flash_attn_status(device: torch.device | None = None) -> BackendStatus:
+    """Whether FlashAttention's kernels run on ``device``, or on the current CUDA device where that is none."""
+    index = device.index if device is not None and device.type == "cuda" else None
+    if index is None and torch.cuda.is_available():
+        index = torch.cuda.current_device()
+    return _flash_attn_status(index)
+
+
+@functools.cache
+def _flash_attn_status(index: int | None) -> BackendStatus:
     implementation = importlib.import_module(f"{__package__}.attention.flash_attn").implementation()
     if implementation is None:
         return BackendStatus(False, "flash-attn is not installed: pip install 'capt-kernels[flash]'")
     name = "flash-attn" if implementation == "flash_attn" else "torch.nn.attention.varlen"
-    # ROCm's builds of both are other kernels, which nobody has tried this on.
-    if not torch.cuda.is_available() or torch.version.hip is not None:
+    if not torch.cuda.is_available():
         return BackendStatus(False, f"{name} is there but needs a CUDA device, and torch sees none")
-    if torch.cuda.get_device_capability() < (8, 0):
+    if torch.version.hip is not None:
+        return BackendStatus(
+            False, f"{name} is there, but ROCm's build of it is untested: backend 'triton' serves ROCm"
+        )
+    if torch.cuda.get_device_capability(index) < (8, 0):
         return BackendStatus(False, f"{name} is there but needs compute capability 8.0 or more")
     return BackendStatus(True, f"{name} on CUDA")
 
@@ -90,7 +103,7 @@ def backends() -> dict[str, BackendStatus]:
         "reference": BackendStatus(True, "plain torch, any device"),
         "cpu": _cpu_status(),
         "triton": _triton_status(),
-        "flash_attn": _flash_attn_status(),
+        "flash_attn": flash_attn_status(),
         "sdpa": BackendStatus(True, "torch's scaled_dot_product_attention, any device"),
     }
 

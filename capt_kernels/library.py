@@ -1,4 +1,4 @@
-"""Schemas and fake (meta) kernels of every registered op, in one place.
+"""Schemas and fake (meta) kernels of every op in one place, but ``cpu_capability``, which C++ keeps to itself.
 
 C++ registers its kernels for the CPU key, Triton for the CUDA and XPU keys, so the dispatcher picks by device. An op
 computes a forward or a backward and nothing else: what is saved between the two, and which gradients are wanted, is
@@ -12,6 +12,7 @@ a padded call; a gradient that is not asked for comes back as an empty tensor ``
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -56,7 +57,8 @@ _LIBRARY.define(
 _LIBRARY.define("pack(Tensor hidden, Tensor indices) -> Tensor")
 _LIBRARY.define("unpack(Tensor rows, Tensor indices, SymInt batch, SymInt length) -> Tensor")
 # q [R, H, d], k and v [Rk, Hkv, d], whose offsets are q's where cu_seqlens_k is None; bias_table [H, 2*Tmax-1]; lse is
-# the base-2 log-sum-exp [H, R], fp32 (fp64 for fp64 input), which dropout does not change. seed is an int64 of one
+# the base-2 log-sum-exp [H, R], fp32 (fp64 for fp64 input), which dropout does not change; it is +inf for a query that
+# sees no key, so that its weights come back as 0. seed is an int64 of one
 # element, None where dropout_p is 0; from the forward's seed the backward forms the forward's mask.
 _LIBRARY.define(
     "attention_forward(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? cu_seqlens_k, bool causal, float scale,"
@@ -74,12 +76,13 @@ def accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _batch(grad: Tensor, cu_seqlens: Tensor | None) -> int:
-    return grad.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+def batch_of(rows: Tensor, cu_seqlens: Tensor | None) -> int:
+    """The number of sequences in ``rows``, ``[B, T, ...]`` padded or ``[R, ...]`` packed."""
+    return rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def _slot_gradient(grad: Tensor, slots: int, cu_seqlens: Tensor | None) -> Tensor:
-    return grad.new_empty(_batch(grad, cu_seqlens), slots, grad.shape[-1], dtype=accumulator(grad.dtype))
+    return grad.new_empty(batch_of(grad, cu_seqlens), slots, grad.shape[-1], dtype=accumulator(grad.dtype))
 
 
 @torch.library.register_fake("capt_kernels::capsule_prepend")
@@ -97,7 +100,7 @@ def _(grad, slots, pooled, cu_seqlens, lead, pool, need_hidden):
     elif cu_seqlens is None:
         grad_hidden = grad.new_empty(grad.shape[0], grad.shape[1] - slots, grad.shape[2])
     else:
-        grad_hidden = grad.new_empty(grad.shape[0] - _batch(grad, cu_seqlens) * slots, grad.shape[1])
+        grad_hidden = grad.new_empty(grad.shape[0] - batch_of(grad, cu_seqlens) * slots, grad.shape[1])
     return grad_hidden, _slot_gradient(grad, slots, cu_seqlens)
 
 
@@ -163,6 +166,13 @@ def _(
 ):  # fmt: skip
     wanted = ((q, need_q), (k, need_keys), (v, need_keys))
     return tuple(x.new_empty(x.shape if needed else 0) for x, needed in wanted)
+
+
+def serve_gpus(*kernels: Callable) -> None:
+    """Registers Triton kernels, each under its own name, for the CUDA key (which ROCm shares) and the XPU key."""
+    for kernel in kernels:
+        for key in ("CUDA", "XPU"):
+            _LIBRARY.impl(kernel.__name__, kernel, key)
 
 
 def _load_extension() -> str | None:

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+#: Offsets are int32, so that no sequence has more rows.
+MOST_ROWS = 2**31 - 1
 
 
 def check_floating(name: str, tensor: Tensor) -> None:
@@ -51,23 +53,27 @@ def boolean_mask(name: str, mask: Tensor) -> Tensor:
     return truth
 
 
+def is_readable(tensor: Tensor) -> bool:
+    """Whether a check may look at values: on a GPU that would stall the stream at every call, and a trace has none."""
+    return tensor.device.type == "cpu" and type(tensor) is Tensor and not torch.compiler.is_compiling()
+
+
 def check_cu_seqlens(name: str, cu_seqlens: Tensor, rows: int) -> Tensor:
     """Offsets [B+1] int32 (or int64) that start at 0, never fall and end within ``rows``. Returned as int32.
 
-    Values are looked at on the CPU only, and not under torch.compile, which has none while it traces: on a GPU that
-    would stall the stream at every call. Elsewhere int64 offsets are cut to int32 unseen, kernels stay within ``rows``
-    whatever the offsets say, and the result of wrong offsets is undefined.
+    Values are looked at where they are readable, which is on the CPU and not in a trace. Elsewhere int64 offsets are
+    cut to int32 unseen, kernels stay within ``rows`` whatever they say, and the result of wrong ones is undefined.
     """
     if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1:
         raise ValueError(f"{name} must have shape [B+1], got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be int32, got {cu_seqlens.dtype}")
-    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-        first, last = int(cu_seqlens[0]), int(cu_seqlens[-1])
-        if first != 0:
-            raise ValueError(f"{name} must start at 0, got {first}")
-        if bool((cu_seqlens[1:] < cu_seqlens[:-1]).any()):
-            raise ValueError(f"{name} must never fall, got {cu_seqlens.tolist()}")
-        if last > rows:
-            raise ValueError(f"{name} must end within the {rows} rows given, got {last}")
+    if is_readable(cu_seqlens):
+        offsets = cu_seqlens.tolist()
+        if offsets[0] != 0:
+            raise ValueError(f"{name} must start at 0, got {offsets[0]}")
+        if offsets != sorted(offsets):
+            raise ValueError(f"{name} must never fall, got {offsets}")
+        if offsets[-1] > rows:
+            raise ValueError(f"{name} must end within the {rows} rows given, got {offsets[-1]}")
     return cu_seqlens.to(torch.int32)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from capt_kernels import add_rms_norm, capsule_attention, capsule_prepend
+from capt_kernels.first_order import first_order
 
 from ..layout import Layout
 from .stream import Refresh, Stream
@@ -106,7 +106,7 @@ class _SharedRows(torch.autograd.Function):
         return tuple(nn.functional.linear(rows, weight, bias) for weight, bias in pairs)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         total: Tensor | None = None
         weights = ctx.saved_tensors

@@ -7,10 +7,18 @@ import math
 import torch
 from torch import Tensor
 
-from ..backends import backends, interpreted, kernels, resolve
-from ..packing import pack, unpack
+from ..backends import flash_attn_status, interpreted, kernels, resolve
+from ..packing import real_positions, take, unpack
 from ..rotary import apply_rotary
-from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
+from ..validation import (
+    MOST_ROWS,
+    boolean_mask,
+    check_cu_seqlens,
+    check_floating,
+    check_same_device,
+    check_shape,
+    is_readable,
+)
 from . import flash_attn, fused, reference, sdpa
 from .dropout import seed_of
 from .t5_bias import t5_bias_table
@@ -69,7 +77,7 @@ def _check_reach(bias_table: Tensor, longest: int) -> None:
         raise ValueError(f"bias_table must reach Tmax = {longest}, the longest sequence, got one for {reach}")
 
 
-def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = False) -> str | None:
+def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool) -> str | None:
     """What a backend other than the reference cannot serve of a call, or None."""
     if drops and backend in ("sdpa", "flash_attn"):
         return "takes no dropout_p: its weights do not drop out by the seed that tells all other backends which"
@@ -91,7 +99,7 @@ def _obstacle(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = 
     return None
 
 
-def _choose(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = False) -> str:
+def _choose(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool) -> str:
     """The backend of a call; FlashAttention's own kernels are the fastest where they serve it."""
     plain = "reference" if drops else "sdpa"
     if backend == "auto":
@@ -100,7 +108,7 @@ def _choose(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = Fa
             return "cpu" if fused == "cpu" else plain
         # Its lengths are read on the host, which would break torch.compile's graph.
         flash = q.device.type == "cuda" and not torch.compiler.is_compiling()
-        if flash and not _obstacle("flash_attn", q, bias_table, drops) and backends()["flash_attn"].available:
+        if flash and not _obstacle("flash_attn", q, bias_table, drops) and flash_attn_status(q.device).available:
             return "flash_attn"
         return plain if _obstacle("triton", q, bias_table, drops) else "triton"
     if backend == "reference":
@@ -108,7 +116,7 @@ def _choose(backend: str, q: Tensor, bias_table: Tensor | None, drops: bool = Fa
     if backend in ("cpu", "triton"):
         resolve(backend, q.device)
     elif backend == "flash_attn":
-        status = backends()[backend]
+        status = flash_attn_status(q.device)
         if not status.available:
             raise ImportError(f"backend 'flash_attn' is not available: {status.reason}")
         if q.device.type != "cuda":
@@ -136,16 +144,17 @@ def _run(
     """A packed call that has been checked, but for the reach of its bias; the offsets of k are q's where None."""
     name = _choose(backend, q, bias_table, seed is not None)
     # A fused call on a GPU leaves the lengths there, as reading them would stall the stream; nor has a trace any.
-    looked_at = bias_table is not None and q.device.type == "cpu" and not torch.compiler.is_compiling()
+    looked_at = bias_table is not None and is_readable(cu_seqlens)
     if name in ("reference", "sdpa") or looked_at:
         queries = cu_seqlens.diff().tolist()
         keys = queries if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
         if bias_table is not None:
             _check_reach(bias_table, max([*queries, *keys], default=0))
-        if name == "reference":
-            return reference.attention(q, k, v, queries, keys, causal, scale, bias_table, window, dropout_p, seed)
-        if name == "sdpa":
-            return sdpa.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
+        with torch.autocast(q.device.type, enabled=False):  # q tells the dtype of the result, whoever asks
+            if name == "reference":
+                return reference.attention(q, k, v, queries, keys, causal, scale, bias_table, window, dropout_p, seed)
+            if name == "sdpa":
+                return sdpa.attention(q, k, v, queries, keys, causal, scale, bias_table, window)
     if name == "flash_attn":
         return flash_attn.attention(q, k, v, cu_seqlens, cu_seqlens_k, causal, scale, window)
     room = kernels("attention", name)
@@ -236,6 +245,7 @@ def capsule_attention(
         q, k = apply_rotary(q, k, *rotary, backend=door)
 
     drawn = seed_of(seed, q.device) if dropout_p else None
+    window = None if window is None else min(window, MOST_ROWS)
     options = (causal, float(scale), bias_table, window, float(dropout_p), drawn)
     if cu_seqlens is not None:
         cu_seqlens = check_cu_seqlens("cu_seqlens", cu_seqlens, q.shape[0])
@@ -256,9 +266,12 @@ def capsule_attention(
         return out.unflatten(0, (batch, length))
     check_shape("mask", mask, tuple(k.shape[:2]), "[B, Tk]")
     mask = boolean_mask("mask", mask)
-    q, cu_seqlens, indices = pack(q, mask[:, mask.shape[1] - length :], backend=door)
-    k, cu_seqlens_k, _ = pack(k, mask, backend=door)
-    v, _, _ = pack(v, mask, backend=door)
+    # On a GPU the host waits for each look at a mask: one, where queries and keys have the same.
+    cu_seqlens_k, key_indices = real_positions(mask)
+    cu_seqlens, indices = cu_seqlens_k, key_indices
+    if mask.shape[1] != length:
+        cu_seqlens, indices = real_positions(mask[:, mask.shape[1] - length :])
+    q, k, v = take(q, indices, door), take(k, key_indices, door), take(v, key_indices, door)
     out = _run(backend, q, k, v, cu_seqlens, cu_seqlens_k, *options)
     return unpack(out, indices, batch, length, backend=door)
 

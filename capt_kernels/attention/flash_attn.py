@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .unattended import unattended
+
 
 @functools.cache
 def implementation() -> str | None:
@@ -62,8 +64,10 @@ def attention(
     else:
         ends = [cu_seqlens.diff().max(), cu_seqlens_k.diff().max(), cu_seqlens[-1], cu_seqlens_k[-1]]
         longest, longest_k, rows, rows_k = torch.stack(ends).tolist()
-    if rows == 0 or rows_k == 0:  # connected to q, so that a backward runs
-        return torch.where(q.new_zeros((), dtype=torch.bool), q, 0)
+    if rows == 0 or rows_k == 0:
+        return unattended(q, k, v)
     kernel = _kernel(causal, scale, window, grouped=q.shape[1] != k.shape[1])
-    out = kernel(q[:rows], k[:rows_k], v[:rows_k], cu_seqlens, cu_seqlens_k, longest, longest_k)
+    # torch hands them on as they are to kernels that want the elements of a head side by side.
+    q_rows, k_rows, v_rows = (x if x.stride(-1) == 1 else x.contiguous() for x in (q[:rows], k[:rows_k], v[:rows_k]))
+    out = kernel(q_rows, k_rows, v_rows, cu_seqlens, cu_seqlens_k, longest, longest_k)
     return F.pad(out, (0, 0, 0, 0, 0, q.shape[0] - rows)) if rows < q.shape[0] else out

@@ -1,6 +1,6 @@
 """Autograd for the fused attention: q, k, v, the output and one fp32 a head and row are kept, and nothing of T x T.
 
-``kernels`` is ``torch.ops.capt_kernels``, whose dispatcher finds the Triton kernels, or
+``kernels`` is ``torch.ops.capt_kernels``, whose dispatcher picks C++ or Triton by device, or
 :mod:`capt_kernels.attention.triton` itself when Triton's interpreter runs on CPU tensors.
 """
 
@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..first_order import first_order
 
 
 class _Attention(torch.autograd.Function):
@@ -24,7 +25,7 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         *saved, bias_table, seed = ctx.saved_tensors
         _, need_q, need_k, need_v = ctx.needs_input_grad[:4]
@@ -44,8 +45,8 @@ def attention(
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> Tensor:
     where = (cu_seqlens, cu_seqlens_k, causal, scale, bias_table, window, dropout_p, seed)
     return _Attention.apply(kernels, q, k, v, *where)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..library import accumulator
 from .dropout import kept
+from .unattended import unattended
 
 
 def _attend(
@@ -56,17 +57,16 @@ def attention(
     scale: float,
     bias_table: Tensor | None,
     window: int | None,
-    dropout_p: float = 0.0,
-    seed: Tensor | None = None,
+    dropout_p: float,
+    seed: Tensor | None,
 ) -> Tensor:
     """See :func:`capt_kernels.capsule_attention`."""
     *q_rows, q_rest = q.split([*queries, q.shape[0] - sum(queries)])
     *k_rows, _ = k.split([*keys, k.shape[0] - sum(keys)])
     *v_rows, _ = v.split([*keys, v.shape[0] - sum(keys)])
     out, row = [], 0
-    with torch.autocast(q.device.type, enabled=False):  # the oracle computes in fp32, whoever asks
-        for query, key, value in zip(q_rows, k_rows, v_rows, strict=True):
-            out.append(_attend(query, key, value, row, causal, scale, bias_table, window, dropout_p, seed))
-            row += query.shape[0]
-    # Rows past the last sequence are 0, whatever they hold, yet connected: an empty batch has a backward too.
-    return torch.cat([*out, torch.where(q_rest.new_zeros((), dtype=torch.bool), q_rest, 0)])
+    for query, key, value in zip(q_rows, k_rows, v_rows, strict=True):
+        out.append(_attend(query, key, value, row, causal, scale, bias_table, window, dropout_p, seed))
+        row += query.shape[0]
+    # An empty batch has a backward too.
+    return torch.cat([*out, unattended(q_rest, k, v)])

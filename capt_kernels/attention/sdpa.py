@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..library import accumulator
+from .unattended import unattended
 
 
 def _diagonals(q: Tensor, longest: int, causal: bool, bias_table: Tensor | None, window: int | None) -> Tensor:
@@ -39,11 +40,6 @@ def _diagonals(q: Tensor, longest: int, causal: bool, bias_table: Tensor | None,
 def _heads_first(rows: Tensor) -> Tensor:
     """``[g, n, H, d] -> [g, H, n, d]``; the flash kernels want the elements of a head side by side."""
     return (rows if rows.stride(-1) == 1 else rows.contiguous()).transpose(1, 2)
-
-
-def _nothing(rows: Tensor) -> Tensor:
-    """Zeros in place of rows that see no key, whatever those hold, still connected to them so that a backward runs."""
-    return torch.where(rows.new_zeros((), dtype=torch.bool), rows, 0)
 
 
 def attention(
@@ -72,7 +68,7 @@ def attention(
         # Queries before the first key see nothing, and a softmax over nothing is NaN.
         blind = max(n - m, 0) if causal or m == 0 else 0
         rows = rows.unflatten(0, (g, n))
-        parts = [_nothing(rows[:, :blind])] if blind else []
+        parts = [unattended(rows[:, :blind], key, value)] if blind else []
         n -= blind
         if n:
             key, value = (_heads_first(x.unflatten(0, (g, m))) for x in (key, value))
@@ -94,5 +90,5 @@ def attention(
             parts.append(attended)
         out.extend(part.flatten(0, 1) for part in (parts if len(parts) < 2 else [torch.cat(parts, 1)]))
     if q_rest.shape[0] or not out:
-        out.append(_nothing(q_rest))
+        out.append(unattended(q_rest, k, v))
     return out[0] if len(out) == 1 else torch.cat(out)

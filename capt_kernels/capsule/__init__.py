@@ -13,11 +13,8 @@ import torch
 from torch import Tensor
 
 from ..backends import kernels, resolve
-from ..validation import boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
+from ..validation import MOST_ROWS, boolean_mask, check_cu_seqlens, check_floating, check_same_device, check_shape
 from . import fused, reference
-
-#: Offsets are int32, so no sequence has more rows to stay in front of its slots.
-_MOST_ROWS = 2**31 - 1
 
 
 def _run(backend: str, op: str, device: torch.device, *arguments):
@@ -80,7 +77,7 @@ def _prompt_and_place(
         if pool_mask is not None:
             check_shape("pool_mask", pool_mask, (hidden.shape[0],), "[R]")
             pool_mask = boolean_mask("pool_mask", pool_mask)
-        return prompt, pool_mask, cu_seqlens, min(lead, _MOST_ROWS), pool
+        return prompt, pool_mask, cu_seqlens, min(lead, MOST_ROWS), pool
     tokens = (batch, hidden.shape[1] - (slots if held else 0))
     masks = []
     for mask_name, given in (("mask", mask), ("pool_mask", pool_mask)):

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..first_order import first_order
 
 
 class _Overwrite(torch.autograd.Function):
@@ -26,7 +27,7 @@ class _Overwrite(torch.autograd.Function):
         return getattr(kernels, op)(hidden, prompt, pooled, cu_seqlens, lead, pool)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         pooled, cu_seqlens = ctx.saved_tensors
         need_hidden, need_prompt = ctx.needs_input_grad[2:4]
@@ -48,7 +49,7 @@ class _Overwrite(torch.autograd.Function):
 def _weight_gradient(grad_normed: Tensor, total: Tensor, rstd: Tensor, weight: Tensor) -> Tensor:
     # A trainable norm is the exception: plain torch, nothing kept for it beforehand.
     scaled = grad_normed.to(rstd.dtype) * total.to(rstd.dtype) * rstd[..., None]
-    return scaled.reshape(-1, weight.shape[0]).sum(0).to(weight.dtype)
+    return scaled.sum_to_size(weight.shape).to(weight.dtype)
 
 
 class _AddRMSNorm(torch.autograd.Function):
@@ -67,7 +68,7 @@ class _AddRMSNorm(torch.autograd.Function):
         return normed, total
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_normed, grad_total):
         total, weight, rstd, pooled, cu_seqlens = ctx.saved_tensors
         _, need_branch, need_residual, need_weight, _, need_prompt = ctx.needs_input_grad[:6]
@@ -108,7 +109,7 @@ class _RMSNorm(torch.autograd.Function):
         return normed
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_normed):
         residual, weight, rstd = ctx.saved_tensors
         _, need_residual, need_weight, _ = ctx.needs_input_grad

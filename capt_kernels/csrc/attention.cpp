@@ -59,6 +59,8 @@ struct Call {
       check_floating("bias_table", *bias_table);
       check_dim("bias_table", *bias_table, 2, 2);
       check_sizes("bias_table", *bias_table, {q.size(1), bias_table->size(1)});
+      STD_TORCH_CHECK(
+          bias_table->size(1) % 2 == 1, "bias_table must have shape [H, 2*Tmax-1], got ", spelled(sizes_of(*bias_table)));
       bias = *bias_table;
     }
     for (Tensor* rows : {&q, &k, &v}) *rows = with_dense_rows(*rows);

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..first_order import first_order
 
 
 class _GatedActivation(torch.autograd.Function):
@@ -17,7 +18,7 @@ class _GatedActivation(torch.autograd.Function):
         return kernels.gated_activation(gate, up, kind)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         _, need_gate, need_up, _ = ctx.needs_input_grad
         grad_gate, grad_up = ctx.kernel(grad, *ctx.saved_tensors, ctx.kind, need_gate, need_up)

@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import serve_gpus
+
 #: Elements of a tile: 16 a thread with 4 warps.
 _TILE = 2048
 
@@ -27,7 +29,7 @@ def _activate(x, KIND: tl.constexpr):
         return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh * tanh) * slope
     else:
         tl.static_assert(KIND == "relu")
-        return tl.where(x <= 0, x * 0, x), tl.where(x > 0, 1.0, 0.0).to(x.dtype)
+        return tl.where(x <= 0, 0.0, x), tl.where(x <= 0, 0.0, 1.0).to(x.dtype)
 
 
 @triton.jit
@@ -114,7 +116,4 @@ def gated_activation_backward(
     return gate.new_empty(0) if grad_gate is None else grad_gate, up.new_empty(0) if grad_up is None else grad_up
 
 
-_LIBRARY = torch.library.Library("capt_kernels", "IMPL")
-for _key in ("CUDA", "XPU"):
-    _LIBRARY.impl("gated_activation", gated_activation, _key)
-    _LIBRARY.impl("gated_activation_backward", gated_activation_backward, _key)
+serve_gpus(gated_activation, gated_activation_backward)

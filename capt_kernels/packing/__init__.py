@@ -6,8 +6,22 @@ import torch
 from torch import Tensor
 
 from ..backends import kernels, resolve
-from ..validation import boolean_mask, check_same_device, check_shape
+from ..validation import boolean_mask, check_same_device, check_shape, is_readable
 from . import fused, reference
+
+
+def real_positions(mask: Tensor) -> tuple[Tensor, Tensor]:
+    """``(cu_seqlens [B+1] int32, indices [N] int64)`` of a bool mask ``[B, T]``; on a GPU the host waits for N."""
+    cu_seqlens = torch.nn.functional.pad(mask.sum(1).cumsum(0), (1, 0)).to(torch.int32)
+    return cu_seqlens, mask.flatten().nonzero().flatten()
+
+
+def take(hidden: Tensor, indices: Tensor, backend: str = "auto") -> Tensor:
+    """The rows ``[N, ...]`` of ``hidden [B, T, ...]`` at ``indices``, which :func:`real_positions` has found."""
+    name = resolve(backend, hidden.device)
+    if name == "reference":
+        return reference.pack(hidden, indices)
+    return fused.pack(kernels("packing", name), hidden, indices)
 
 
 def pack(hidden: Tensor, mask: Tensor, *, backend: str = "auto") -> tuple[Tensor, Tensor, Tensor]:
@@ -33,13 +47,8 @@ def pack(hidden: Tensor, mask: Tensor, *, backend: str = "auto") -> tuple[Tensor
         raise ValueError(f"hidden must have shape [B, T, ...], got {tuple(hidden.shape)}")
     check_shape("mask", mask, tuple(hidden.shape[:2]), "[B, T]")
     check_same_device("hidden", hidden, [("mask", mask)])
-    real = boolean_mask("mask", mask)
-    cu_seqlens = torch.nn.functional.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32)
-    indices = real.flatten().nonzero().flatten()
-    name = resolve(backend, hidden.device)
-    if name == "reference":
-        return reference.pack(hidden, indices), cu_seqlens, indices
-    return fused.pack(kernels("packing", name), hidden, indices), cu_seqlens, indices
+    cu_seqlens, indices = real_positions(boolean_mask("mask", mask))
+    return take(hidden, indices, backend), cu_seqlens, indices
 
 
 def unpack(rows: Tensor, indices: Tensor, batch: int, length: int, *, backend: str = "auto") -> Tensor:
@@ -70,7 +79,7 @@ def unpack(rows: Tensor, indices: Tensor, batch: int, length: int, *, backend: s
             raise ValueError(f"{name} must be a non-negative int, got {size}")
     if rows.shape[0] > batch * length:
         raise ValueError(f"rows must fit into batch * length = {batch * length} positions, got {rows.shape[0]}")
-    if indices.numel() and indices.device.type == "cpu" and not torch.compiler.is_compiling():
+    if indices.numel() and is_readable(indices):
         first, last = int(indices[0]), int(indices[-1])
         if first < 0 or last >= batch * length:
             raise ValueError(f"indices must lie within batch * length = {batch * length}, got {first} to {last}")

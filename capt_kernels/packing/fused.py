@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..first_order import first_order
 
 
 class _Pack(torch.autograd.Function):
@@ -17,7 +18,7 @@ class _Pack(torch.autograd.Function):
         return kernels.pack(hidden, indices)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         (indices,) = ctx.saved_tensors
         return None, ctx.kernel(grad, indices, ctx.batch, ctx.length), None
@@ -31,7 +32,7 @@ class _Unpack(torch.autograd.Function):
         return kernels.unpack(rows, indices, batch, length)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         (indices,) = ctx.saved_tensors
         return None, ctx.kernel(grad, indices), None, None, None

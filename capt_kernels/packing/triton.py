@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import serve_gpus
+
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 #: Columns of a program.
 _BLOCK = 2048
@@ -48,6 +50,7 @@ def unpack_kernel(rows_ptr, out_ptr, indices_ptr, stride_r, count, places, width
 
 def _as_bits(tensor: Tensor, dims: int) -> Tensor:
     """What comes behind the first ``dims`` sizes in one, as integers, with a last stride of 1."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     tensor = tensor.reshape(*tensor.shape[:dims], math.prod(tensor.shape[dims:]))
@@ -87,7 +90,4 @@ def unpack(rows: Tensor, indices: Tensor, batch: int, length: int) -> Tensor:
     return out
 
 
-_LIBRARY = torch.library.Library("capt_kernels", "IMPL")
-for _key in ("CUDA", "XPU"):
-    _LIBRARY.impl("pack", pack, _key)
-    _LIBRARY.impl("unpack", unpack, _key)
+serve_gpus(pack, unpack)

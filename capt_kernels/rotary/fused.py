@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ..first_order import first_order
 
 
 class _Rotary(torch.autograd.Function):
@@ -18,7 +19,7 @@ class _Rotary(torch.autograd.Function):
         return kernels.rotary(q, k, cos, sin, False)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_q, grad_k):
         cos, sin = ctx.saved_tensors
         _, need_q, need_k = ctx.needs_input_grad[:3]

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..library import serve_gpus
+
 #: Elements of a tile, positions by heads by half a head: 16 a thread of each half.
 _TILE = 2048
 
@@ -100,6 +102,4 @@ def rotary(q: Tensor | None, k: Tensor | None, cos: Tensor, sin: Tensor, transpo
     return outs[0], outs[1]
 
 
-_LIBRARY = torch.library.Library("capt_kernels", "IMPL")
-for _key in ("CUDA", "XPU"):
-    _LIBRARY.impl("rotary", rotary, _key)
+serve_gpus(rotary)

@@ -97,10 +97,10 @@ def make_base(family, dtype=torch.float64):
 
 
 def randomise(model):
-    """Adapters away from their start: vectors, taps and projections alike."""
+    """Adapters away from their start: vectors, taps and projections alike; the same ones in every dtype."""
     for adapter in model.adapters.values():
         for p in adapter.parameters():
-            p.data = p.data + 0.5 * torch.randn_like(p)
+            p.data = p.data + 0.5 * torch.randn(p.shape).to(p)
 
 
 def batch_of(lengths, side="right", vocabulary=61, longest=None):

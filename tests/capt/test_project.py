@@ -45,6 +45,14 @@ def test_no_share_is_written_apart_nor_one_that_is_not_there(used):
     assert "aten::add_" not in counts
 
 
+def test_a_gradient_of_gradients_is_refused():
+    """The running sum has no derivative, and to leave its term out without a word would be wrong."""
+    rows, parts = torch.randn(5, 8, dtype=torch.float64, requires_grad=True), modules()
+    loss = sum(out.sum() for out in project(parts, rows))
+    with pytest.raises(NotImplementedError, match='create_graph=True wants backend="reference"'):
+        torch.autograd.grad(loss, rows, create_graph=True)
+
+
 def test_a_hook_a_trained_weight_and_a_subclass_are_called():
     class Quantised(nn.Linear):
         def forward(self, rows):

@@ -131,7 +131,7 @@ OPTIONS = [
     Case(head=33, causal=False),
     Case(window=2),
     Case(window=3),
-    Case(window=99),
+    Case(window=2**63),
     Case(bias=7, scale=1.0),
     Case(bias=20, causal=False, scale=1.0, beyond=1),
     Case(bias=7, window=2),

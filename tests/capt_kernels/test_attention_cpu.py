@@ -121,6 +121,8 @@ def test_gradients_that_nobody_wants_are_not_formed():
         ({"cu_seqlens": CU[:0]}, r"cu_seqlens must have shape \[B\+1\]"),
         ({"cu_seqlens_k": CU[:3]}, r"cu_seqlens_k must have shape \[5\], got \[3\]"),
         ({"bias_table": torch.zeros(2, 133)}, r"bias_table must have shape \[4, 133\]"),
+        ({"bias_table": torch.zeros(4, 134)}, r"bias_table must have shape \[H, 2\*Tmax-1\], got \[4, 134\]"),
+        ({"bias_table": torch.zeros(4, 0)}, r"bias_table must have shape \[H, 2\*Tmax-1\], got \[4, 0\]"),
         ({"bias_table": torch.zeros(4, 131)}, "bias_table must reach Tmax = 67, got one for 66"),
     ],
     ids=lambda value: None if isinstance(value, dict) else value,

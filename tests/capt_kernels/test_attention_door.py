@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import capt_kernels as ck
 
@@ -131,6 +132,39 @@ def test_no_sequence_at_all(lengths, backend):
         assert not out.any()
         out.sum().backward()
         assert not q.grad.any()
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2], ids=["q", "k", "v"])
+@pytest.mark.parametrize(("queries", "keys"), [((), ()), ((0, 0), (0, 2)), ((2, 1), (0, 0))], ids=str)
+def test_what_no_key_is_seen_of_has_a_gradient_of_zero(queries, keys, wanted, backend):
+    inputs = [torch.randn(3, heads, 8) for heads in (4, 2, 2)]
+    inputs[wanted].requires_grad_()
+    where = {"cu_seqlens": offsets(queries), "cu_seqlens_k": offsets(keys)}
+    out = ck.capsule_attention(*inputs, **where, causal=False, scale=1.0, backend=backend)
+    assert not out.any()
+    out.sum().backward()
+    assert torch.equal(inputs[wanted].grad, torch.zeros_like(inputs[wanted]))
+
+
+class _Waits(TorchDispatchMode):
+    """Counts what a GPU's host would wait for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten.nonzero.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("length", "waits"), [(5, 1), (2, 2)])
+def test_a_mask_is_packed_by_once(length, waits):
+    mask = torch.tensor(MASKS["left"]).bool()
+    q, k, v = padded(torch.float32)
+    with _Waits() as seen:
+        ck.capsule_attention(q[:, -length:], k, v, mask=mask, causal=True, scale=0.3, backend="cpu")
+    assert seen.count == waits
 
 
 @pytest.mark.parametrize("packed", [True, False])

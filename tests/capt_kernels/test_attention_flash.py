@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 import capt_kernels as ck
 from capt_kernels import attention
 from capt_kernels.attention import flash_attn
-from capt_kernels.backends import BackendStatus
+from capt_kernels.backends import BackendStatus, _flash_attn_status, flash_attn_status
 
 from .test_attention import Case, make
 
@@ -20,6 +20,7 @@ from .test_attention import Case, make
 def attend(q, k, v, cu_q, cu_k, scale, left, right):
     """Query i sees keys i-left .. i+right, -1 being no limit, the last query aligned to the last key."""
     assert (cu_q.dtype, cu_k.dtype) == (torch.int32, torch.int32)
+    assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
     assert (q.shape[0], k.shape[0], v.shape[0]) == (cu_q[-1], cu_k[-1], cu_k[-1])
     outputs = []
     for (a, b), (c, d) in zip(cu_q.long().unfold(0, 2, 1), cu_k.long().unfold(0, 2, 1), strict=True):
@@ -92,14 +93,23 @@ def test_equals_the_reference(case, stand_in):
     assert stand_in == [(max(case.lengths), max(case.keys or case.lengths))]
 
 
+@pytest.mark.parametrize("kind", ["every other", "transposed", "sliced"])
+def test_memory_of_another_order(kind, stand_in):
+    inputs, options = make(Case(beyond=1), kinds=(kind,) * 3)
+    got = flash_attn.attention(*inputs, options["cu_seqlens"], None, True, 0.3, None)
+    torch.testing.assert_close(got, ck.capsule_attention(*inputs, **options, backend="reference"))
+
+
+@pytest.mark.parametrize("wanted", [0, 1, 2], ids=["q", "k", "v"])
 @pytest.mark.parametrize("lengths", [(), (0, 0)], ids=str)
-def test_no_sequence_at_all(lengths, stand_in):
-    q = torch.full((3, 2, 8), torch.nan, requires_grad=True)
+def test_no_sequence_at_all(lengths, wanted, stand_in):
+    inputs = [torch.full((3, 2, 8), torch.nan) for _ in "qkv"]
+    inputs[wanted].requires_grad_()
     offsets = torch.tensor([0, *lengths], dtype=torch.int32)
-    out = flash_attn.attention(q, q, q, offsets, None, True, 0.3, None)
+    out = flash_attn.attention(*inputs, offsets, None, True, 0.3, None)
     assert not out.any()
     out.sum().backward()
-    assert not q.grad.any()
+    assert torch.equal(inputs[wanted].grad, torch.zeros(3, 2, 8))
     assert not stand_in
 
 
@@ -112,7 +122,7 @@ def on_gpu(dtype=torch.bfloat16, head=64):
 def gpu(monkeypatch):
     """A machine with Triton and FlashAttention on a GPU, as far as the choice of a backend goes."""
     monkeypatch.setattr(attention, "resolve", lambda name, device: "triton")
-    monkeypatch.setattr(attention, "backends", lambda: {"flash_attn": BackendStatus(True, "")})
+    monkeypatch.setattr(attention, "flash_attn_status", lambda device: BackendStatus(True, ""))
     monkeypatch.setattr(attention, "interpreted", lambda: False)
 
 
@@ -130,7 +140,7 @@ def gpu(monkeypatch):
 )
 def test_auto_takes_the_fastest_that_serves_the_call(q, bias, chosen, gpu):
     q = on_gpu(**q)
-    assert attention._choose("auto", q, torch.empty(4, 15) if bias else None) == chosen
+    assert attention._choose("auto", q, torch.empty(4, 15) if bias else None, False) == chosen
 
 
 @pytest.mark.parametrize(
@@ -148,18 +158,34 @@ def test_auto_takes_the_fastest_that_serves_the_call(q, bias, chosen, gpu):
 def test_what_it_cannot_serve(q, bias, message, gpu):
     q = on_gpu(**q)
     with pytest.raises(ValueError, match=message):
-        attention._choose("flash_attn", q, torch.empty(4, 15) if bias else None)
+        attention._choose("flash_attn", q, torch.empty(4, 15) if bias else None, False)
 
 
 def test_wants_a_gpu(monkeypatch):
     q = torch.randn(4, 2, 8).half()
     call = {"cu_seqlens": torch.tensor([0, 4]), "causal": True, "scale": 1.0, "backend": "flash_attn"}
-    monkeypatch.setattr(attention, "backends", lambda: {"flash_attn": BackendStatus(True, "")})
+    monkeypatch.setattr(attention, "flash_attn_status", lambda device: BackendStatus(True, ""))
     with pytest.raises(ValueError, match="backend 'flash_attn' serves tensors on cuda, got a tensor on cpu"):
         ck.capsule_attention(q, q, q, **call)
-    monkeypatch.setattr(attention, "backends", lambda: {"flash_attn": BackendStatus(False, "so it is")})
+    monkeypatch.setattr(attention, "flash_attn_status", lambda device: BackendStatus(False, "so it is"))
     with pytest.raises(ImportError, match="backend 'flash_attn' is not available: so it is"):
         ck.capsule_attention(q, q, q, **call)
+
+
+@pytest.mark.parametrize(
+    ("hip", "index", "reason"),
+    [(None, 0, "torch.nn.attention.varlen on CUDA"), (None, 1, "needs compute capability 8.0"), ("6.4", 0, "ROCm")],
+)
+def test_status_is_that_of_the_device(hip, index, reason, monkeypatch):
+    monkeypatch.setattr(flash_attn, "implementation", lambda: "torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", {0: (9, 0), 1: (7, 5)}.get)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    _flash_attn_status.cache_clear()
+    status = flash_attn_status(torch.device("cuda", index))
+    _flash_attn_status.cache_clear()
+    assert status.available == (reason == "torch.nn.attention.varlen on CUDA")
+    assert reason in status.reason
 
 
 def test_status_names_what_is_missing():

@@ -183,7 +183,7 @@ def test_compiles_to_one_graph(registered):
     cu_seqlens = offsets([7, 4])
 
     def call(q, k, v):
-        return fused.attention(torch.ops.capt_kernels, q, k, v, cu_seqlens, None, True, 0.3, None, None)
+        return fused.attention(torch.ops.capt_kernels, q, k, v, cu_seqlens, None, True, 0.3, None, None, 0.0, None)
 
     compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
     want, got = call(q, k, v), compiled(q, k, v)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
 import capt_kernels as ck
 
@@ -187,6 +188,30 @@ def test_rows_past_the_last_offset(backend, device):
     assert torch.equal(out[-3:], tensors["hidden"][-3:])
     grads = gradients([out[:-3].sum()], None, tensors)
     assert not grads["hidden"][-3:].any()
+
+
+@pytest.mark.parametrize("case", [Case(width=0, slots=2), Case(width=0, layout="left")], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_rows_of_no_width(op, case, backend, device):
+    tensors, options, _ = make(case, op, torch.float32, device)
+    out = call(op, tensors, options, backend)
+    assert [o.shape for o in out] == [o.shape for o in call(op, tensors, options, "reference")]
+    grads = gradients(out, [torch.ones_like(o) for o in out], tensors)
+    assert all(grads[k].shape == v.shape for k, v in tensors.items())
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_shapes_without_values(op, backend, device):
+    """FakeTensorMode has no offsets to look at, on any device."""
+    if backend != "cpu":
+        pytest.skip("plain torch and Triton's interpreter need values")
+    tensors, options, _ = make(Case(lead=1), op, torch.float32, device)
+    want = [o.shape for o in call(op, tensors, options, backend)]
+    mode = FakeTensorMode()
+    tensors = {k: mode.from_tensor(v) for k, v in tensors.items()}
+    options["cu_seqlens"] = mode.from_tensor(options["cu_seqlens"])
+    with mode:
+        assert [o.shape for o in call(op, tensors, options, backend)] == want
 
 
 def test_the_saved_output_of_another_op(backend, device):

@@ -71,6 +71,18 @@ def test_far_out_it_is_the_line_or_zero(kind, dtype, backend, device):
     torch.testing.assert_close(gate.grad, slope.to(dtype), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_relu_of_what_is_not_finite(dtype, backend, device):
+    values = torch.tensor([-torch.inf, torch.inf, torch.nan, -1.0, 1.0]).to(device, dtype)
+    gate, up = values.clone().requires_grad_(), torch.full_like(values, 2.0).requires_grad_()
+    got = ck.gated_activation(gate, up, "relu", backend=backend)
+    want = torch.relu(gate) * up
+    given = torch.ones_like(want)
+    grads = [torch.autograd.grad(out, (gate, up), given) for out in (got, want)]
+    for a, b in zip((got, *grads[0]), (want, *grads[1]), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradcheck(kind, backend):
     if backend == "triton":

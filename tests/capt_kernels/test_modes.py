@@ -1,4 +1,4 @@
-"""Every op but attention under torch.autocast and torch.inference_mode: nothing changes."""
+"""Every op under torch.autocast and torch.inference_mode: nothing changes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def calls():
     """name -> (leaves, op of them and a backend)."""
     packed = {"cu_seqlens": OFFSETS, "pool_mask": POOL_MASK, "lead": 1}
     norm = [rows(12, 16), rows(12, 16), rows(16), rows(2, 16)]
-    heads = [rows(6, 4, 8), rows(6, 2, 8)]
+    heads = [rows(6, 4, 8), rows(6, 2, 8), rows(6, 2, 8)]
+    attention = {"cu_seqlens": torch.tensor([0, 2, 6]), "causal": True, "scale": 0.3, "window": 2}
     cos, sin = torch.randn(2, 6, 8)
     indices = torch.tensor([0, 3, 4])
     return {
@@ -39,7 +40,12 @@ def calls():
         ),
         "add_rms_norm, no prompt": (norm[:3], lambda x, r, w, b: ck.add_rms_norm(x, r, w, 1e-5, backend=b)),
         "add_rms_norm, alone": (norm[1:3], lambda r, w, b: ck.add_rms_norm(None, r, w, 1e-5, backend=b)[:1]),
-        "apply_rotary": (heads, lambda q, k, b: ck.apply_rotary(q, k, cos, sin, backend=b)),
+        "capsule_attention": (heads, lambda q, k, v, b: (ck.capsule_attention(q, k, v, **attention, backend=b),)),
+        "capsule_attention by sdpa": (
+            heads,
+            lambda q, k, v, _: (ck.capsule_attention(q, k, v, **attention, backend="sdpa"),),
+        ),
+        "apply_rotary": (heads[:2], lambda q, k, b: ck.apply_rotary(q, k, cos, sin, backend=b)),
         **{
             kind: (norm[:2], lambda g, u, b, kind=kind: (ck.gated_activation(g, u, kind, backend=b),))
             for kind in ("silu", "gelu", "gelu_tanh", "relu")

@@ -98,6 +98,16 @@ def test_rows_of_every_dtype_move_bit_for_bit(trailing, dtype, backend, device):
     assert not back[~mask].any()
 
 
+@pytest.mark.parametrize("view", [torch.conj, lambda x: x.conj().imag], ids=["conjugated", "negated"])
+def test_views_whose_bits_are_not_their_values(view, backend, device):
+    mask = torch.tensor(MASKS["holes"], device=device).bool()
+    hidden = view(torch.randn(3, 5, 4, dtype=torch.complex64, device=device))
+    rows, _, indices = ck.pack(hidden, mask, backend=backend)
+    assert torch.equal(rows, hidden[mask])
+    lazy = view(torch.randn(len(indices), 4, dtype=torch.complex64, device=device))
+    assert torch.equal(ck.unpack(lazy, indices, 3, 5, backend=backend)[mask], lazy)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
 def test_gradients_of_every_dtype_move_bit_for_bit(dtype, backend, device):
     mask = torch.tensor(MASKS["left"], device=device).bool()

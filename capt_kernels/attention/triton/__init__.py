@@ -10,19 +10,15 @@ its group, in an inner loop that would then load 56 bytes where it loads 16 (its
 rotary op reads and writes q and k once.
 
 Importing this registers the kernels for CUDA (which ROCm shares) and XPU tensors. Triton's interpreter takes CPU
-tensors, for which nothing is registered, so there the functions are called directly.
+tensors, whose key belongs to C++, so there the functions are called directly.
 """
 
 from __future__ import annotations
 
-import torch
-
+from ...library import serve_gpus
 from .backward import attention_backward
 from .forward import attention_forward
 
 __all__ = ["attention_backward", "attention_forward"]
 
-_LIBRARY = torch.library.Library("capt_kernels", "IMPL")
-for _name in __all__:
-    for _key in ("CUDA", "XPU"):
-        _LIBRARY.impl(_name, globals()[_name], _key)
+serve_gpus(*(globals()[name] for name in __all__))

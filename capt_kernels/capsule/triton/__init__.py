@@ -10,8 +10,7 @@ tensors, whose key belongs to C++, so there the functions are called directly.
 
 from __future__ import annotations
 
-import torch
-
+from ...library import serve_gpus
 from .add_rms_norm import add_rms_norm, add_rms_norm_backward
 from .overwrite import capsule_prepend, capsule_prepend_backward, capsule_refresh, capsule_refresh_backward
 
@@ -24,7 +23,4 @@ __all__ = [
     "capsule_refresh_backward",
 ]
 
-_LIBRARY = torch.library.Library("capt_kernels", "IMPL")
-for _name in __all__:
-    for _key in ("CUDA", "XPU"):
-        _LIBRARY.impl(_name, globals()[_name], _key)
+serve_gpus(*(globals()[name] for name in __all__))

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...library import accumulator as accumulator_dtype
+from ...library import accumulator, batch_of
 from . import layout, wide_rms_norm
 
 
@@ -199,7 +199,7 @@ def backward_kernel(
 
 def _tiles(width: int) -> tuple[int, int, int]:
     """Columns of a tile (a whole row), rows of a tile, warps."""
-    block = triton.next_power_of_2(width)
+    block = max(1, triton.next_power_of_2(width))
     return block, max(1, min(16, layout.TILE // block)), layout.WARPS * max(1, block // layout.TILE)
 
 
@@ -218,7 +218,7 @@ def add_rms_norm(
     width, device = residual.shape[-1], residual.device
     if width > wide_rms_norm.WIDEST_IN_REGISTERS:
         return wide_rms_norm.forward(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool)
-    acc = accumulator_dtype(residual.dtype)
+    acc = accumulator(residual.dtype)
     normed = residual.new_empty(residual.shape)
     total = residual.new_empty(residual.shape) if branch is not None or prompt is not None else None
     rstd = residual.new_empty(residual.shape[:-1], dtype=acc)
@@ -226,12 +226,12 @@ def add_rms_norm(
     weight = weight.contiguous()
     slots, pool = (0, False) if prompt is None else (prompt.shape[1], pool)
 
-    batch = rows.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    batch = batch_of(rows, cu_seqlens)
     plan = layout.plan(batch, rows.shape[1], pooled if pool else None, cu_seqlens, lead, device, slots=slots)
     partial = plan.partial_sums(slots, width, residual, acc) if pool else None
     block, tile_rows, warps = _tiles(width)
     constants = {"WIDTH": width, "SLOTS": slots, "CHUNK": plan.chunk, "BLOCK": block}
-    constants["ACC"] = layout.accumulator(residual.dtype)
+    constants["ACC"] = layout.tl_accumulator(residual.dtype)
     with torch.accelerator.device_index(device.index):
         if plan.programs:
             carry_kernel[plan.programs,](
@@ -268,15 +268,13 @@ def add_rms_norm_backward(
             grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool, need_rows
         )
     grad = total.new_empty(total.shape) if need_rows else None
-    batch = total.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    grad_slots = total.new_empty(batch, slots, width, dtype=accumulator_dtype(total.dtype))
+    grad_slots = total.new_empty(batch_of(total, cu_seqlens), slots, width, dtype=accumulator(total.dtype))
     pool = pool and slots > 0 and need_rows
 
     rows, grads = layout.joined(cu_seqlens is None and not slots, total, grad_normed, grad_total)
     strides = [stride for g in grads for stride in ((0, 0) if g is None else g.stride()[:2])]
-    batch = rows.shape[0] if cu_seqlens is None else batch
     plan = layout.plan(
-        batch, rows.shape[1], pooled if pool else None, cu_seqlens, lead, device,
+        batch_of(rows, cu_seqlens), rows.shape[1], pooled if pool else None, cu_seqlens, lead, device,
         slots=slots, only_slots=not need_rows,
     )  # fmt: skip
     block, tile_rows, warps = _tiles(width)
@@ -285,6 +283,6 @@ def add_rms_norm_backward(
             backward_kernel[plan.programs,](
                 *grads, rows, weight.contiguous(), rstd, grad, grad_slots, *strides, *rows.stride()[:2], *plan.where,
                 WIDTH=width, SLOTS=slots, POOL=pool, CHUNK=plan.chunk, ROWS=tile_rows, BLOCK=block,
-                ACC=layout.accumulator(total.dtype), **layout.launch_options(warps, device),
+                ACC=layout.tl_accumulator(total.dtype), **layout.launch_options(warps, device),
             )  # fmt: skip
     return (total.new_empty(0) if grad is None else grad), grad_slots

@@ -274,6 +274,6 @@ def launch_options(warps: int, device: torch.device) -> dict[str, int]:
     return {"num_warps": warps, "maxnreg": 128} if nvidia else {"num_warps": warps}
 
 
-def accumulator(dtype: torch.dtype) -> tl.dtype:
+def tl_accumulator(dtype: torch.dtype) -> tl.dtype:
     """The dtype of sums, as a kernel's constant."""
     return tl.float64 if dtype == torch.float64 else tl.float32

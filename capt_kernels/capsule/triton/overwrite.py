@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...library import accumulator as accumulator_dtype
+from ...library import accumulator, batch_of
 from . import layout
 from .layout import Plan
 
@@ -153,16 +153,16 @@ def backward_kernel(
 
 def _tiles(width: int) -> tuple[int, int, int]:
     """Columns of a program, blocks of columns, rows of a tile."""
-    block = min(_BLOCK, triton.next_power_of_2(width))
+    block = min(_BLOCK, max(1, triton.next_power_of_2(width)))
     return block, triton.cdiv(width, block), min(16, layout.TILE // block)
 
 
 def _forward(hidden: Tensor, prompt: Tensor, out: Tensor, plan: Plan, pool: bool, held: bool) -> Tensor:
     rows, width, slots = layout.as_rows(hidden), hidden.shape[-1], prompt.shape[1]
     block, blocks, tile_rows = _tiles(width)
-    acc = layout.accumulator(hidden.dtype)
+    acc = layout.tl_accumulator(hidden.dtype)
     constants = {"WIDTH": width, "SLOTS": slots, "HELD": held, "CHUNK": plan.chunk, "BLOCK": block, "ACC": acc}
-    partial = plan.partial_sums(slots, width, hidden, accumulator_dtype(hidden.dtype)) if pool else None
+    partial = plan.partial_sums(slots, width, hidden, accumulator(hidden.dtype)) if pool else None
     prompt = layout.as_rows(prompt)
     with torch.accelerator.device_index(hidden.device.index):
         if plan.programs:
@@ -183,19 +183,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     rows, width = layout.as_rows(grad), grad.shape[-1]
     block, blocks, tile_rows = _tiles(width)
-    grad_slots = grad.new_empty(plan.batch, slots, width, dtype=accumulator_dtype(grad.dtype))
+    grad_slots = grad.new_empty(plan.batch, slots, width, dtype=accumulator(grad.dtype))
     with torch.accelerator.device_index(grad.device.index):
         if plan.programs:
             backward_kernel[plan.programs, blocks](
                 rows, grad_hidden, grad_slots, rows.stride(0), rows.stride(1), *plan.where,
                 WIDTH=width, SLOTS=slots, HELD=held, POOL=pool, CHUNK=plan.chunk, ROWS=tile_rows, BLOCK=block,
-                ACC=layout.accumulator(grad.dtype), **layout.launch_options(layout.WARPS, grad.device),
+                ACC=layout.tl_accumulator(grad.dtype), **layout.launch_options(layout.WARPS, grad.device),
             )  # fmt: skip
     return (grad.new_empty(0) if grad_hidden is None else grad_hidden), grad_slots
-
-
-def _batch(hidden: Tensor, cu_seqlens: Tensor | None) -> int:
-    return hidden.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def capsule_prepend(
@@ -216,7 +212,7 @@ def capsule_prepend_backward(
     grad: Tensor, slots: int, pooled: Tensor | None, cu_seqlens: Tensor | None, lead: int, pool: bool, need_hidden: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of capsule_prepend: ``hidden``'s (empty unless ``need_hidden``) and the slots' ``[B, K, D]``."""
-    batch, width = _batch(grad, cu_seqlens), grad.shape[-1]
+    batch, width = batch_of(grad, cu_seqlens), grad.shape[-1]
     rows = grad.shape[1] - slots if cu_seqlens is None else grad.shape[0] - batch * slots
     plan = layout.plan(
         batch, rows, pooled if pool and need_hidden else None, cu_seqlens, lead, grad.device,
@@ -243,7 +239,7 @@ def capsule_refresh_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of capsule_refresh: ``hidden``'s (empty unless ``need_hidden``) and the slots' ``[B, K, D]``."""
     plan = layout.plan(
-        _batch(grad, cu_seqlens), grad.shape[-2], pooled if pool and need_hidden else None, cu_seqlens, lead,
+        batch_of(grad, cu_seqlens), grad.shape[-2], pooled if pool and need_hidden else None, cu_seqlens, lead,
         grad.device, slots=slots, column_blocks=_tiles(grad.shape[-1])[1], only_slots=not need_hidden,
     )  # fmt: skip
     return _backward(grad, grad.new_empty(grad.shape) if need_hidden else None, slots, plan, pool, held=True)

@@ -11,8 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...library import accumulator as accumulator_dtype
-from .layout import accumulator, as_rows, launch_options
+from ...library import accumulator, batch_of
+from .layout import as_rows, launch_options, tl_accumulator
 from .overwrite import capsule_refresh, capsule_refresh_backward
 
 #: 8192 elements are 16 a thread with 16 warps.
@@ -73,41 +73,76 @@ def norm_backward_kernel(
         tl.store(grad_ptr + program * WIDTH + columns, g.to(grad_ptr.dtype.element_ty), mask=columns < WIDTH)
 
 
-def forward(branch, residual, weight, eps, prompt, pooled, cu_seqlens, lead, pool) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`.add_rms_norm.add_rms_norm`."""
+def forward(
+    branch: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    eps: float,
+    prompt: Tensor | None,
+    pooled: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lead: int,
+    pool: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As :func:`.add_rms_norm.add_rms_norm`.
+
+    Returns:
+        ``(normed, total, rstd)``: the first two of residual's shape and dtype, total empty where it is residual; rstd
+        ``[...]``, one a row, fp32 (fp64 for fp64 input).
+    """
     total = residual if branch is None else residual + branch
     if prompt is not None:
         total = capsule_refresh(total, prompt, pooled, cu_seqlens, lead, pool)
     normed = total.new_empty(total.shape)
-    rstd = total.new_empty(total.shape[:-1], dtype=accumulator_dtype(total.dtype))
+    rstd = total.new_empty(total.shape[:-1], dtype=accumulator(total.dtype))
     rows, width = as_rows(total), total.shape[-1]
     with torch.accelerator.device_index(total.device.index):
         if rstd.numel():
             norm_kernel[rstd.numel(),](
                 rows, weight.contiguous(), normed, rstd, *rows.stride()[:2], rows.shape[1], eps,
-                WIDTH=width, BLOCK=_BLOCK, ACC=accumulator(total.dtype), **launch_options(8, total.device),
+                WIDTH=width, BLOCK=_BLOCK, ACC=tl_accumulator(total.dtype), **launch_options(8, total.device),
             )  # fmt: skip
     return normed, residual.new_empty(0) if total is residual else total, rstd
 
 
 def backward(
-    grad_normed, grad_total, total, weight, rstd, slots, pooled, cu_seqlens, lead, pool, need_rows
+    grad_normed: Tensor | None,
+    grad_total: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    slots: int,
+    pooled: Tensor | None,
+    cu_seqlens: Tensor | None,
+    lead: int,
+    pool: bool,
+    need_rows: bool,
 ) -> tuple[Tensor, Tensor]:
-    """As :func:`.add_rms_norm.add_rms_norm_backward`."""
-    grad = grad_total
-    if grad_normed is not None:
-        grad = total.new_empty(total.shape)
+    """As :func:`.add_rms_norm.add_rms_norm_backward`.
+
+    Returns:
+        ``(grad_rows, grad_slots)``: of total's shape and dtype, or empty unless ``need_rows``; ``[B, K, D]`` in rstd's
+        dtype.
+    """
+    if grad_normed is None:
+        assert grad_total is not None  # autograd asks for nothing where neither came in
+        grad = grad_total
+    else:
+        # The slots' gradients are read from it, and are not to be rounded to total's dtype.
+        grad = total.new_empty(total.shape, dtype=rstd.dtype if slots else total.dtype)
         normed, rows, extra = as_rows(grad_normed), as_rows(total), None if grad_total is None else as_rows(grad_total)
         with torch.accelerator.device_index(total.device.index):
             if rstd.numel():
                 norm_backward_kernel[rstd.numel(),](
                     normed, extra, rows, weight.contiguous(), rstd, grad, *normed.stride()[:2],
                     *((0, 0) if extra is None else extra.stride()[:2]), *rows.stride()[:2], rows.shape[1],
-                    WIDTH=total.shape[-1], BLOCK=_BLOCK, ACC=accumulator(total.dtype),
+                    WIDTH=total.shape[-1], BLOCK=_BLOCK, ACC=tl_accumulator(total.dtype),
                     **launch_options(8, total.device),
                 )  # fmt: skip
     if slots:
-        return capsule_refresh_backward(grad, slots, pooled, cu_seqlens, lead, pool, need_rows)
-    batch = total.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    grad_slots = total.new_empty(batch, 0, total.shape[-1], dtype=accumulator_dtype(total.dtype))
+        grad_rows, grad_slots = capsule_refresh_backward(grad, slots, pooled, cu_seqlens, lead, pool, need_rows)
+        return grad_rows.to(total.dtype), grad_slots
+    grad_slots = total.new_empty(batch_of(total, cu_seqlens), 0, total.shape[-1], dtype=rstd.dtype)
+    if not need_rows:
+        return total.new_empty(0), grad_slots
     return grad.clone() if grad is grad_total else grad, grad_slots
