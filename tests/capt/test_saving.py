@@ -151,3 +151,18 @@ def test_loading_a_second_adapter(tmp_path):
     with pytest.raises(ValueError, match="corrupt"):
         model.load_adapter(tmp_path, "third")
     assert list(model.adapters) == ["default", "second"]
+
+
+def test_an_adapter_from_the_hub(tmp_path, monkeypatch):
+    """By its id, both files and nothing else of the repository."""
+    model, asked = saved(tmp_path), []
+
+    def snapshot_download(repository, allow_patterns):
+        asked.append((repository, sorted(allow_patterns)))
+        return str(tmp_path)
+
+    monkeypatch.setattr("capt.saving.snapshot_download", snapshot_download)
+    again = CaptModel.from_pretrained(make_base("llama", torch.float32), "someone/an-adapter")
+    assert asked == [("someone/an-adapter", ["adapter_config.json", "adapter_model.safetensors"])]
+    kept = model.adapters["default"].capsules.vectors
+    assert torch.equal(again.adapters["default"].capsules.vectors, kept)
