@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ..training import TrainConfig
 from ..training.run import Rows
 from ..training.trainer import CaptTrainer
+from .answers import TextToText
 
 #: Numbers on validation, "score" (higher is better) and "loss" among them; None: the logits are not finite.
 Mark = dict[str, float] | None
@@ -91,7 +92,7 @@ def fit(
     keep = _KeepBest(module, mark, config.eval_steps, config.patience)
     with tempfile.TemporaryDirectory() as folder:
         trainer = CaptTrainer(module, tokenizer, config, Path(folder), train_rows)  # type: ignore[arg-type]
-        if hasattr(module, "targets"):
+        if isinstance(module, TextToText):
             trainer.compute_loss_func = None  # the loss is the module's own, over the tokens of the labels' names
         trainer.add_callback(keep)
         started, used = time.perf_counter(), time.process_time()
