@@ -1,12 +1,14 @@
 // Attention over packed rows on the CPU: a block of queries at a time, against all keys that it sees.
 //
-// The scores of a block are a matrix of kQueries rows, in cache; nothing of T x T is in memory. A worker takes a sequence
-// and a key head, so that the keys are laid out once for all query heads of the group, and every sum is formed in one
-// order whatever the number of threads is. The backward forms the scores again, from q, k and the log-sum-exp.
-#include <cmath>
+// The scores of a block are a matrix of kQueries rows, in cache; nothing of T x T is in memory. What its queries do not
+// see is left out by tiles. A worker takes a sequence and a key head, so that the keys are laid out once for all query
+// heads of the group, and every sum is formed in one order whatever the number of threads is. The backward forms the
+// scores again, from q, k and the log-sum-exp.
+#include <limits>
 
 #include "attention_dropout.h"
 #include "attention_rows.h"
+#include "attention_softmax.h"
 
 namespace capt {
 namespace CPU_CAPABILITY {
@@ -41,14 +43,14 @@ class Worker {
     int64_t keys = 0;
     for (int64_t index = 0; index < op.batch; ++index) keys = std::max(keys, Span(op, index).m);
     most_ = round_up(keys, std::max(kTileColumns<acc_t>, Whole<acc_t>::value));
-    // Off the powers of 2, whose rows would all fall on the same few sets of a cache.
-    stride_ = most_ + Whole<acc_t>::value;
+    // Off the powers of 2, whose rows would all fall on the same few sets of a cache; zeros have room past a row.
+    stride_ = most_ + round_up(kTileRows, Whole<acc_t>::value);
     queries_copy_ = scratch_.take(kQueries * padded_);
     keys_copy_ = scratch_.take(most_ * padded_);
     values_copy_ = scratch_.take(most_ * padded_);
     key_panels_ = scratch_.take(most_ * width_);
     products_ = scratch_.take(kQueries * stride_);
-    sums_ = scratch_.take(kQueries * padded_);
+    sums_ = scratch_.take(kTileRows * padded_);
     if (op.dropout) factors_ = scratch_.take(most_);
   }
 
@@ -63,41 +65,65 @@ class Worker {
     panels_ = panels(keys_, span.m, width_, key_panels_);
   }
 
-  // Of a block of queries: the keys [low, high) that one of them sees, and their products with these.
+  // Of a block of queries, or a tile of one: the keys [low, high) that one of them sees, and as columns, whole vectors.
   struct Block {
     int64_t first, rows, low, high, columns;
   };
 
-  Block multiply_keys(const Span& span, const Left<acc_t>& q, int64_t first, int64_t rows) {
-    const int64_t low = span.low(op_, first) / kTileColumns<acc_t> * kTileColumns<acc_t>;
+  Block block_of(const Span& span, int64_t first, int64_t rows, int64_t low) const {
     const int64_t high = std::max(span.high(op_, first + rows - 1), low);
-    const Block block{first, rows, low, high, round_up(high - low, Whole<acc_t>::value)};
-    multiply(q, panel(panels_, low), products_, stride_, rows, block.columns, width_);
-    return block;
+    return {first, rows, low, high, round_up(high - low, Whole<acc_t>::value)};
   }
 
-  // Panels from key `low` on, a multiple of their width.
-  Right<acc_t> panel(const Right<acc_t>& from, int64_t low) const { return {from.data + low * width_, from.row, from.tile}; }
+  Block block_of(const Span& span, int64_t first, int64_t rows) const {
+    return block_of(span, first, rows, span.low(op_, first) / kTileColumns<acc_t> * kTileColumns<acc_t>);
+  }
+
+  // The tile of a block's rows from row i on. Its columns begin with the block's.
+  Block tile_of(const Span& span, const Block& block, int64_t i) const {
+    return block_of(span, block.first + i, std::min(kTileRows, block.rows - i), block.low);
+  }
+
+  // Products of a block's rows with its keys, which lie in panels: some columns at a time, without the tiles of rows
+  // that see none of these.
+  void multiply_keys(const Span& span, const Block& block, const Left<acc_t>& rows, const Right<acc_t>& panels,
+                     acc_t* products) const {
+    const int64_t seen_by_all = span.high(op_, block.first) - block.low;
+    const int64_t diagonal = block.first + span.m - span.n - block.low;  // the column of the first row's own key
+    const auto blind = [&](int64_t column) {
+      return column < seen_by_all ? 0 : (column - diagonal) / kTileRows * kTileRows;
+    };
+    for (int64_t column = 0, count; column < block.columns; column += count) {
+      const int64_t skipped = blind(column);
+      count = std::min(kTileColumns<acc_t> - column % kTileColumns<acc_t>, block.columns - column);
+      if (blind(column + Whole<acc_t>::value) > skipped) count = Whole<acc_t>::value;
+      multiply(from_row(rows, skipped), panel(panels, block.low + column), products + skipped * stride_ + column,
+               stride_, block.rows - skipped, count, width_);
+    }
+  }
+
+  // Panels from key `low` on, a multiple of whole vectors, as far as that key's own panel goes.
+  Right<acc_t> panel(const Right<acc_t>& from, int64_t low) const {
+    const int64_t inside = low % kTileColumns<acc_t>;
+    return {from.data + (low - inside) * width_ + inside, from.row, from.tile};
+  }
 
   Right<acc_t> right(const Left<acc_t>& rows, int64_t first = 0) const {
     return {rows.data + first * rows.row, rows.row, kTileColumns<acc_t>};
   }
 
-  // Scores of query i of a block less `pivot`, -inf where it does not see the key.
-  acc_t* score(const Span& span, const Block& block, int64_t i, acc_t pivot) {
-    acc_t* row = products_ + i * stride_;
-    const int64_t query = block.first + i;
-    const auto column = [&](int64_t key) { return std::clamp<int64_t>(key - block.low, 0, block.high - block.low); };
-    const int64_t end = column(span.high(op_, query));
-    score_row(row, std::min(column(span.low(op_, query)), end), end, block.columns, acc_t(op_.scale),
-              bias_.at(span, query, block.low), pivot);
-    return row;
+  // Of query i of a tile, whose products with the tile's keys are `products`.
+  ScoreRow<acc_t> row_of(const Span& span, const Block& tile, int64_t i, acc_t* products) const {
+    const int64_t query = tile.first + i;
+    const auto column = [&](int64_t key) { return std::clamp<int64_t>(key - tile.low, 0, tile.high - tile.low); };
+    const int64_t end = column(span.high(op_, query)), begin = std::min(column(span.low(op_, query)), end);
+    return {products, begin, end, tile.columns, acc_t(op_.scale), bias_.at(span, query, tile.low)};
   }
 
-  // What dropout multiplies the weights of query i of a block with; null without dropout.
-  const acc_t* factors(const Span& span, const Block& block, int64_t i, int64_t head) {
+  // What dropout multiplies the weights of query i of a tile with; null without dropout.
+  const acc_t* factors(const Span& span, const Block& tile, int64_t i, int64_t head) {
     if (factors_ != nullptr) {
-      dropout_row(op_.dropout, head, span.q_begin + block.first + i, block.low, block.columns, factors_);
+      dropout_row(op_.dropout, head, span.q_begin + tile.first + i, tile.low, tile.columns, factors_);
     }
     return factors_;
   }
@@ -116,6 +142,7 @@ template <typename T>
 class Forward : Worker<T, AttentionForward> {
   using Base = Worker<T, AttentionForward>;
   using typename Base::acc_t;
+  using typename Base::Block;
   using Base::op_;
 
  public:
@@ -128,49 +155,26 @@ class Forward : Worker<T, AttentionForward> {
     for (int64_t head = item.key_head * this->group_; head < (item.key_head + 1) * this->group_; ++head) {
       this->bias_.fetch(head);
       for (int64_t first = item.begin; first < item.end; first += kQueries) {
-        const int64_t rows = std::min(kQueries, item.end - first);
-        const auto q = this->rows_of(op_.q, span.q_begin + first, head, rows, this->queries_copy_);
-        const auto block = this->multiply_keys(span, q, first, rows);
-        acc_t* lse = static_cast<acc_t*>(op_.lse) + head * op_.rows + span.q_begin + first;
-        acc_t shares[kQueries];
-        for (int64_t i = 0; i < rows; ++i) {
-          acc_t* row = this->score(span, block, i, 0);
-          lse[i] = weigh(row, block.columns, shares[i]);
-          if (const acc_t* factors = this->factors(span, block, i, head)) drop(row, factors, block.columns);
+        const int64_t rows = std::min(kQueries, item.end - first), begin = span.q_begin + first;
+        const auto block = this->block_of(span, first, rows);
+        const auto q = this->rows_of(op_.q, begin, head, rows, this->queries_copy_);
+        this->multiply_keys(span, block, q, this->panels_, this->products_);
+        for (int64_t i = 0; i < rows; i += kTileRows) {
+          const auto tile = this->tile_of(span, block, i);
+          acc_t* lse = static_cast<acc_t*>(op_.lse) + head * op_.rows + begin + i;
+          acc_t* scores = this->products_ + i * this->stride_;
+          acc_t inverse_sums[kTileRows];
+          for (int64_t j = 0; j < tile.rows; ++j) {
+            const auto row = this->row_of(span, tile, j, scores + j * this->stride_);
+            lse[j] = softmax_row(row, inverse_sums[j]);
+            if (const acc_t* factors = this->factors(span, tile, j, head)) drop_row(row, factors);
+          }
+          multiply({scores, this->stride_, 1}, this->right(this->values_, tile.low), this->sums_, this->padded_,
+                   tile.rows, this->padded_, tile.high - tile.low);
+          write_rows<T>(op_.out, begin + i, head, this->sums_, this->padded_, tile.rows, this->width_,
+                        [&](int64_t j) { return inverse_sums[j]; });
         }
-        multiply({this->products_, this->stride_, 1}, this->right(this->values_, block.low), this->sums_, this->padded_,
-                 rows, this->padded_, block.high - block.low);
-        write_rows<T>(op_.out, span.q_begin + first, head, this->sums_, this->padded_, rows, this->width_,
-                      [&](int64_t i) { return shares[i]; });
       }
-    }
-  }
-
- private:
-  // Scores become weights that sum to 1 (or to 0, where all are -inf) once times `share`, which is left to the output,
-  // being shorter. Returns their log-sum-exp in base 2.
-  static acc_t weigh(acc_t* row, int64_t columns, acc_t& share) {
-    const acc_t nothing = -std::numeric_limits<acc_t>::infinity();
-    Vector<acc_t> highest(nothing), sum(acc_t(0));
-    for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) highest = maximum(highest, load(row + j, Whole<acc_t>{}));
-    const acc_t peak = horizontal_maximum(highest);
-    // A query that sees no key has no peak, and -inf - -inf is NaN.
-    const Vector<acc_t> shift(peak == nothing ? acc_t(0) : peak);
-    for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) {
-      const Vector<acc_t> weight = (load(row + j, Whole<acc_t>{}) - shift).exp();
-      sum = sum + weight;
-      store(row + j, weight, Whole<acc_t>{});
-    }
-    share = 1;
-    if (peak == nothing) return nothing;
-    const acc_t total = horizontal_sum<acc_t>(sum);
-    share = 1 / total;
-    return (peak + std::log(total)) * acc_t(kLog2E);
-  }
-
-  static void drop(acc_t* row, const acc_t* factors, int64_t columns) {
-    for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) {
-      store(row + j, load(row + j, Whole<acc_t>{}) * load(factors + j, Whole<acc_t>{}), Whole<acc_t>{});
     }
   }
 };
@@ -179,6 +183,7 @@ template <typename T>
 class Backward : Worker<T, AttentionBackward> {
   using Base = Worker<T, AttentionBackward>;
   using typename Base::acc_t;
+  using typename Base::Block;
   using Base::op_;
 
  public:
@@ -204,22 +209,21 @@ class Backward : Worker<T, AttentionBackward> {
         const int64_t rows = std::min(kQueries, span.n - first), begin = span.q_begin + first;
         const auto q = this->rows_of(op_.q, begin, head, rows, this->queries_copy_);
         const auto grad = this->rows_of(op_.grad, begin, head, rows, grad_copy_);
-        const auto block = this->multiply_keys(span, q, first, rows);
-        multiply(grad, this->panel(value_panels, block.low), grad_scores_, stride, rows, block.columns, width);
-        for (int64_t i = 0; i < rows; ++i) differentiate(span, block, i, begin, head, grad.data + i * grad.row);
-
-        const int64_t keys = block.high - block.low;
-        const Left<acc_t> weights{this->products_, stride, 1}, grad_scores{grad_scores_, stride, 1};
-        if (op_.grad_q) {
-          multiply(grad_scores, this->right(this->keys_, block.low), this->sums_, padded, rows, padded, keys);
-          write_rows<T>(op_.grad_q, begin, head, this->sums_, padded, rows, width, scale);
+        const auto block = this->block_of(span, first, rows);
+        this->multiply_keys(span, block, q, this->panels_, this->products_);
+        this->multiply_keys(span, block, grad, value_panels, grad_scores_);
+        for (int64_t i = 0; i < rows; i += kTileRows) {
+          const auto tile = this->tile_of(span, block, i);
+          for (int64_t j = 0; j < tile.rows; ++j) {
+            form_grad_scores(span, tile, j, head, grad.data + (i + j) * grad.row, (i + j) * stride);
+          }
+          if (op_.grad_q) {
+            multiply({grad_scores_ + i * stride, stride, 1}, this->right(this->keys_, tile.low), this->sums_, padded,
+                     tile.rows, padded, tile.high - tile.low);
+            write_rows<T>(op_.grad_q, begin + i, head, this->sums_, padded, tile.rows, width, scale);
+          }
         }
-        if (op_.grad_k) {
-          acc_t* grad_keys = grad_keys_ + block.low * padded;
-          acc_t* grad_values = grad_values_ + block.low * padded;
-          multiply(transposed(grad_scores), this->right(q), grad_keys, padded, keys, padded, rows, true);
-          multiply(transposed(weights), this->right(grad), grad_values, padded, keys, padded, rows, true);
-        }
+        if (op_.grad_k) add_key_gradients(span, block, q, grad);
       }
     }
     if (op_.grad_k) {
@@ -230,31 +234,36 @@ class Backward : Worker<T, AttentionBackward> {
   }
 
  private:
-  // A row of scores becomes weights P again, and a row of dP becomes dS = P * (dP - delta), delta being sum(dO * O).
-  // With factors M of dropout, what O was made of is P * M, and dP is M times what it is without.
-  void differentiate(const Span& span, const typename Base::Block& block, int64_t i, int64_t begin, int64_t head,
-                     const acc_t* grad) {
-    const T* out = op_.out.template at<const T>(begin + i, head);
+  // Products of query i of a tile, and of its gradient with the values, become weights and gradients of scores.
+  void form_grad_scores(const Span& span, const Block& tile, int64_t i, int64_t head, const acc_t* grad, int64_t at) {
+    const int64_t query = span.q_begin + tile.first + i;
+    const T* out = op_.out.template at<const T>(query, head);
     Vector<acc_t> product(acc_t(0));
     along<acc_t>(this->width_, [&](int64_t d, auto n) { product = product + load(out + d, n) * load(grad + d, n); });
-    const Vector<acc_t> delta(horizontal_sum<acc_t>(product));
-    const acc_t lse = static_cast<const acc_t*>(op_.lse)[head * op_.rows + begin + i] / acc_t(kLog2E);
-    acc_t* row = this->score(span, block, i, std::isinf(lse) ? acc_t(0) : lse);
-    acc_t* grads = grad_scores_ + i * this->stride_;
-    const acc_t* factors = this->factors(span, block, i, head);
-    with_flag(factors != nullptr, [&](auto drops) {
-      for (int64_t j = 0; j < block.columns; j += Whole<acc_t>::value) {
-        const Vector<acc_t> weight = load(row + j, Whole<acc_t>{}).exp();
-        Vector<acc_t> used = weight, grad_weight = load(grads + j, Whole<acc_t>{});
-        if constexpr (decltype(drops)::value) {
-          const Vector<acc_t> factor = load(factors + j, Whole<acc_t>{});
-          used = used * factor;
-          grad_weight = grad_weight * factor;
-        }
-        store(row + j, used, Whole<acc_t>{});
-        store(grads + j, weight * (grad_weight - delta), Whole<acc_t>{});
-      }
-    });
+    acc_t *scores = this->products_ + at, *grad_scores = grad_scores_ + at;
+    softmax_backward_row(this->row_of(span, tile, i, scores), grad_scores, this->factors(span, tile, i, head),
+                         static_cast<const acc_t*>(op_.lse)[head * op_.rows + query],
+                         Vector<acc_t>(horizontal_sum<acc_t>(product)));
+    // A tile of keys may begin with the last one that a query sees.
+    for (acc_t* rest : {scores, grad_scores}) std::fill_n(rest + tile.columns, kTileRows, acc_t(0));
+  }
+
+  // Adds a block of queries to the gradients of its keys: all of it to those of keys that all see, and to those of a
+  // tile of others what follows the first query that sees one of them.
+  void add_key_gradients(const Span& span, const Block& block, const Left<acc_t>& q, const Left<acc_t>& grad) {
+    const int64_t seen_by_all = span.high(op_, block.first);
+    for (int64_t key = block.low, count; key < block.high; key += count) {
+      const bool all = key < seen_by_all;
+      count = all ? seen_by_all - key : std::min(kTileRows, block.high - key);
+      const int64_t skipped = all ? 0 : key - (span.m - span.n) - block.first;
+      const auto add = [&](const acc_t* scores, const Left<acc_t>& rows, acc_t* sums) {
+        const Left<acc_t> seen{scores + skipped * this->stride_ + key - block.low, this->stride_, 1};
+        multiply(transposed(seen), this->right(rows, skipped), sums + key * this->padded_, this->padded_, count,
+                 this->padded_, block.rows - skipped, true);
+      };
+      add(grad_scores_, q, grad_keys_);
+      add(this->products_, grad, grad_values_);
+    }
   }
 
   acc_t *grad_copy_, *value_panels_, *grad_scores_, *grad_keys_, *grad_values_;
@@ -269,7 +278,7 @@ void attention_kernel(const AttentionForward& op) {
     clear_rest<T>(op.out, first, op.rows, op.heads, op.width);
     for (int64_t head = 0; head < op.heads; ++head) {
       Accumulator<T>* lse = static_cast<Accumulator<T>*>(op.lse) + head * op.rows;
-      std::fill(lse + first, lse + op.rows, -std::numeric_limits<Accumulator<T>>::infinity());
+      std::fill(lse + first, lse + op.rows, std::numeric_limits<Accumulator<T>>::infinity());
     }
     share<Forward<T>>(op, items_of(op, true));
   });

@@ -1,11 +1,12 @@
-// What attention's kernels need of one sequence and head: its rows as matrices, which keys a query sees, its scores.
+// What attention's kernels need of one sequence and head: its rows as matrices, which keys a query sees, its bias.
 // Included by kernels alone, like vector.h.
 #pragma once
 
 #include <algorithm>
 #include <atomic>
-#include <limits>
 #include <memory>
+#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "attention.h"
@@ -15,8 +16,7 @@
 namespace capt {
 namespace CPU_CAPABILITY {
 
-constexpr double kLog2E = 1.4426950408889634;
-// Queries that are scored at once, against all the keys that they see.
+// Queries whose part of the gradients of keys is formed at once.
 constexpr int64_t kQueries = 8 * kTileRows;
 
 // One sequence. Offsets are checked before they come here where that is free; wrong ones must not leave the rows given.
@@ -71,20 +71,47 @@ inline Left<acc_t> head_matrix(const T* from, int64_t row_stride, int64_t rows, 
 }
 
 template <typename acc_t>
+inline Left<acc_t> from_row(const Left<acc_t>& matrix, int64_t first) {
+  return {matrix.data + first * matrix.row, matrix.row, matrix.column};
+}
+
+template <typename acc_t>
 inline Left<acc_t> transposed(const Left<acc_t>& matrix) {
   return {matrix.data, matrix.column, matrix.row};
+}
+
+// The transpose of a square of register size. Interleaving the halves of its rows is a rotation of the bits of an
+// element's index (row, column) by one, and row and column have changed places after as many as a column has.
+template <typename acc_t>
+inline void transpose_square(const acc_t* from, int64_t from_row, acc_t* to, int64_t to_row) {
+  constexpr int size = Register<acc_t>::size();
+  Register<acc_t> rows[size], mixed[size];
+#pragma GCC unroll 16
+  for (int i = 0; i < size; ++i) rows[i] = Register<acc_t>::loadu(from + i * from_row);
+#pragma GCC unroll 4
+  for (int round = 1; round < size; round *= 2) {
+#pragma GCC unroll 8
+    for (int i = 0; i < size / 2; ++i) {
+      std::tie(mixed[2 * i], mixed[2 * i + 1]) = at::vec::interleave2(rows[i], rows[i + size / 2]);
+    }
+    std::swap(rows, mixed);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < size; ++i) rows[i].store(to + i * to_row);
 }
 
 // The transpose [width, rows] in panels of kTileColumns rows, zero past the last.
 template <typename acc_t>
 inline Right<acc_t> panels(const Left<acc_t>& matrix, int64_t rows, int64_t width, acc_t* scratch) {
-  constexpr int64_t columns = kTileColumns<acc_t>;
-  for (int64_t first = 0; first < rows; first += columns) {
-    acc_t* panel = scratch + first * width;
-    const int64_t count = std::min(columns, rows - first);
-    for (int64_t d = 0; d < width; ++d) {
-      for (int64_t j = 0; j < count; ++j) panel[d * columns + j] = matrix.data[(first + j) * matrix.row + d];
-      std::fill(panel + d * columns + count, panel + (d + 1) * columns, acc_t(0));
+  constexpr int64_t columns = kTileColumns<acc_t>, size = Register<acc_t>::size();
+  for (int64_t first = 0; first < round_up(rows, columns); first += size) {
+    acc_t* panel = scratch + first / columns * columns * width + first % columns;
+    const acc_t* from = matrix.data + first * matrix.row;
+    const int64_t count = std::clamp<int64_t>(rows - first, 0, size), squares = count < size ? 0 : width / size * size;
+    for (int64_t d = 0; d < squares; d += size) transpose_square(from + d, matrix.row, panel + d * columns, columns);
+    for (int64_t d = squares; d < width; ++d) {
+      for (int64_t j = 0; j < count; ++j) panel[d * columns + j] = from[j * matrix.row + d];
+      std::fill(panel + d * columns + count, panel + d * columns + size, acc_t(0));
     }
   }
   return {scratch, columns, columns * width};
@@ -115,21 +142,6 @@ class BiasRow {
   int64_t length_;
   acc_t* data_ = nullptr;
 };
-
-// Products of a query with keys become scores less `pivot`, -inf outside [begin, end). `columns` is in whole vectors, and
-// the products past `end` may be anything.
-template <typename acc_t>
-inline void score_row(
-    acc_t* row, int64_t begin, int64_t end, int64_t columns, acc_t scale, const acc_t* bias, acc_t pivot) {
-  const Vector<acc_t> factor(scale), shift(pivot);
-  for (int64_t j = 0; j < columns; j += Whole<acc_t>::value) {
-    Vector<acc_t> score = load(row + j, Whole<acc_t>{}) * factor;
-    if (bias != nullptr) score = score + load(bias + j, Whole<acc_t>{});
-    store(row + j, score - shift, Whole<acc_t>{});
-  }
-  std::fill(row, row + begin, -std::numeric_limits<acc_t>::infinity());
-  std::fill(row + end, row + columns, -std::numeric_limits<acc_t>::infinity());
-}
 
 // Queries of a piece of the forward: so many that laying out the keys for each does not count.
 constexpr int64_t kPiece = 6 * kQueries;
