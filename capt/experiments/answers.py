@@ -114,7 +114,7 @@ class TextToText(nn.Module):
 
     @torch.inference_mode()
     def mean_loss(self, rows: Rows, tokenizer: PreTrainedTokenizerBase, batch_size: int) -> float:
-        """The loss of encoded rows, a batch's weighted by its rows: it moves while every written text is still wrong."""
+        """The loss of encoded rows, a batch's weighted by its rows: it moves while every text is still wrong."""
         collate: Any = DataCollatorWithPadding(tokenizer)
         total = 0.0
         for start in range(0, len(rows), batch_size):
