@@ -220,7 +220,7 @@ def get_capt_model(base: PreTrainedModel, config: CaptConfig, adapter_name: str 
 
     Args:
         base: a transformers Llama, Mistral, Qwen2, Qwen3, T5, BERT, RoBERTa, XLM-RoBERTa or CamemBERT model, with or
-            without a head.
+            without a head; or another causal decoder, which runs on the reference backend.
         config: see :class:`CaptConfig`.
         adapter_name: a name for the adapter.
 
