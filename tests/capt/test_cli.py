@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, OPTForCausalLM
 
 from capt import cli
 from capt.cli import main
 from capt.staging import write_json
+
+from .tiny import save_tokenizer
 
 FAST = ["--batch-size", "8", "--max-steps", "4", "--eval-steps", "2", "--learning-rate", "0.1"]
 
@@ -153,16 +156,23 @@ def test_a_config_file_with_an_unknown_field(sources, tmp_path, capsys):
     assert "unknown field 'lerning_rate'; did you mean 'learning_rate'?" in err
 
 
-def test_an_unsupported_base(sources, tmp_path, capsys):
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    from .tiny import save_tokenizer
-
+def test_bases_of_no_family_here(sources, tmp_path, capsys):
+    """A decoder whose layers can be told what to read trains all the same."""
     size = len(save_tokenizer(tmp_path / "gpt2"))
     GPT2LMHeadModel(GPT2Config(vocab_size=size, n_embd=32, n_layer=2, n_head=2)).save_pretrained(tmp_path / "gpt2")
     flags = [*base_flags(sources), "--model", str(tmp_path / "gpt2"), "--output-dir", str(tmp_path / "run")]
-    assert "gpt2" in refused(capsys, ["train", *flags]).lower()
-    assert not (tmp_path / "run").exists()
+    assert main(["train", *flags, *FAST]) == 0
+    assert (tmp_path / "run/adapter/adapter_model.safetensors").is_file()
+    capsys.readouterr()
+
+    size = len(save_tokenizer(tmp_path / "opt"))
+    config = OPTConfig(
+        vocab_size=size, hidden_size=32, word_embed_proj_dim=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    flags = [*base_flags(sources), "--model", str(tmp_path / "opt"), "--output-dir", str(tmp_path / "other")]
+    assert "model_type 'opt' are not supported" in refused(capsys, ["train", *flags])
+    assert not (tmp_path / "other").exists()
 
 
 def test_an_encoder_says_no_words(sources, tmp_path, capsys):
