@@ -26,8 +26,8 @@ MOST = tuple(name for name in ALL if name not in _STOOD_FOR)
 #: For bases and texts beside the main one.
 FEW = tuple(name for name in CURVE if name not in (f"CaPT | {TRANSFORMERS}", f"CaPT | {FUSED_MIN}"))
 DECODES = tuple(name for name, entry in ENTRIES.items() if entry.decodes)
-#: Decoding takes longest.
-DECODES_FEW = tuple(name for name in DECODES if name in CURVE or name.startswith("LoRA"))
+#: Decoding takes longest; behind the prompt CaPT's is the base's own on either engine.
+DECODES_FEW = tuple(name for name in DECODES if name in FEW or name.startswith("LoRA"))
 
 Plan = dict[Setting, tuple[str, ...]]
 
