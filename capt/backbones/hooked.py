@@ -51,11 +51,14 @@ class HookedBackbone:
             return
         modes = {module: module.training for module in base.modules()}
         base.eval()
-        with torch.no_grad():
-            ids = torch.arange(2, device=base.device)[None]
-            want, got = base(input_ids=ids).logits.float(), head(self.stack(input_ids=ids).last_hidden_state).float()
-        for module, training in modes.items():
-            module.training = training
+        try:
+            with torch.no_grad():
+                ids = torch.arange(2, device=base.device)[None]
+                want = base(input_ids=ids).logits.float()
+                got = head(self.stack(input_ids=ids).last_hidden_state).float()
+        finally:
+            for module, training in modes.items():
+                module.training = training
         close = (got - want).abs().max() <= 10 * torch.finfo(head.weight.dtype).eps * want.abs().max()
         # A cap leaves small logits nearly as they are.
         if getattr(self.config, "final_logit_softcapping", None) or not close:

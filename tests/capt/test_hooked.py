@@ -31,6 +31,7 @@ from capt.backbones import BACKBONES, HookedBackbone
 from capt.methods import PrefixModel
 
 from .naive import SMALL, batch_of, make_base, randomise
+from .test_packed_parity import OPTIONS as PARITY
 
 NEOX = {name: value for name, value in SMALL.items() if name != "num_key_value_heads"}
 FAMILIES = {
@@ -55,15 +56,9 @@ def wrapped(family, **fields):
     return model
 
 
-OPTIONS = {
+#: Those of the packed backbones that prompt the first layer.
+OPTIONS = {name: config for name, config in PARITY.items() if config.prompted_layers(4)[0] == 0} | {
     "paper": CaptConfig(),
-    "lead, no first mean": CaptConfig(lead=1, first_mean=False),
-    "lead past the end": CaptConfig(lead=3, length=2),
-    "four slots": CaptConfig(length=4),
-    "no instance": CaptConfig(instance=False, length=3),
-    "prepending": CaptConfig(variant="prepending", length=2),
-    "extraction": CaptConfig(variant="extraction"),
-    "projection": CaptConfig(variant="projection", rank=3, lead=1),
     "listed": CaptConfig(depth=[0, 2]),
 }
 
