@@ -113,8 +113,9 @@ def failure(
 ) -> str | None:
     """Why ``method`` is not to be timed, or None.
 
-    It has to change the bare base's output and to train all that it says it trains, on one text alone and on the padded
-    batch; to run on the base's own weights, dtype and attention; and to give on this engine what it gives on another.
+    It has to change the bare base's output and to train all that it says it trains, on the shortest text alone and
+    padded beside the longest; to run on the base's own weights and attention; and to give on this engine what it gives
+    on another.
 
     Args:
         references: outputs of the methods before this one, by text and method; its own are added.
@@ -126,11 +127,16 @@ def failure(
     kinds = {m.config._attn_implementation for m in method.module.modules() if isinstance(m, PreTrainedModel)}
     if kinds - {base.config._attn_implementation}:
         return f"runs on attention {kinds}, the base on {base.config._attn_implementation}"
-    first = batch["attention_mask"][0].bool()
-    alone = {name: tensor[:1, first] for name, tensor in batch.items()}
+    mask = batch["attention_mask"]
+    counts = mask.sum(1)
+    shortest, longest = int(counts.argmin()), int(counts.argmax())
+    alone = {name: tensor[shortest, mask[shortest].bool()][None] for name, tensor in batch.items()}
     if setting.work == "decode":
         return _decodes_otherwise(method, alone)
-    for where, part in (("one text", alone), ("the batch", batch)):
+    parts = {"one text": alone}
+    if len(mask) > 1:
+        parts["two texts"] = {name: tensor[[shortest, longest]] for name, tensor in batch.items()}
+    for where, part in parts.items():
         whole = method.forward(part)
         loss, out = loss_of(whole), whole.detach()
         if out.dim() == 3:
@@ -184,7 +190,7 @@ def _greedy(new: int) -> dict[str, Any]:
 
 
 def _call(setting: Setting, method: Method, batch: Batch, info: dict[str, Any]) -> Callable[[], object]:
-    """What is timed, warmed up; its memory goes into ``info``."""
+    """What is timed; its memory goes into ``info``, which warms it up. The first step makes the optimizer's state."""
     info["trained"] = sum(p.numel() for p in method.trained)
     info["trained_bytes"] = sum(p.nbytes for p in method.trained)
     if setting.work == "decode":
@@ -202,12 +208,11 @@ def _call(setting: Setting, method: Method, batch: Batch, info: dict[str, Any]) 
             method.loss(batch).backward()
             optimizer.step()
 
-        info["bytes_kept"] = bytes_kept(method.module, lambda: method.loss(batch))
-        call()  # the optimizer makes its state
+    info["peak_bytes"] = peak_bytes(call)
+    if setting.work == "train":
         state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
         info["optimizer_bytes"] = sum(t.nbytes for t in state)
-        optimizer.zero_grad(set_to_none=True)
-    info["peak_bytes"] = peak_bytes(call)
+        info["bytes_kept"] = bytes_kept(method.module, lambda: method.loss(batch))
     return call
 
 

@@ -14,7 +14,7 @@ import capt_kernels
 
 def pytest_addoption(parser):
     parser.addoption("--quick", action="store_true", help="the smallest sizes only, two rounds: that everything runs")
-    parser.addoption("--slow", action="store_true", help="methods: Llama-3.2-1B's shape too, every row everywhere")
+    parser.addoption("--slow", action="store_true", help="every size and row everywhere, Llama-3.2-1B's shape too")
     parser.addoption("--base", action="append", default=[], help="methods: a base of benchmarks/bases.py, or several")
     parser.addoption("--model", action="append", default=[], help="methods: a model id or folder, or several")
 
@@ -24,11 +24,11 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if not config.getoption("--quick"):
-        return
-    slow = [item for item in items if item.get_closest_marker("slow_size")]
-    config.hook.pytest_deselected(items=slow)
-    items[:] = [item for item in items if item not in slow]
+    option = config.getoption
+    marks = [] if option("--slow") else ["slow_size", *["default_size"] * option("--quick")]
+    out = [item for item in items if any(map(item.get_closest_marker, marks))]
+    config.hook.pytest_deselected(items=out)
+    items[:] = [item for item in items if item not in out]
 
 
 @pytest.fixture

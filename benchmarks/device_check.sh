@@ -31,7 +31,7 @@ PY
 
 timeout 110 "$python" -m pytest tests/capt_kernels -q --maxfail=20 -k "triton or large" -p no:cacheprovider --junitxml="$out/tests.xml"
 tests=$?
-timeout 170 "$python" -m pytest benchmarks/test_ops.py benchmarks/test_attention.py --benchmark-only -q -p no:cacheprovider --benchmark-json="$out/ops.json"
+timeout 170 "$python" -m pytest benchmarks/test_ops.py benchmarks/test_attention.py --benchmark-only --slow -q -p no:cacheprovider --benchmark-json="$out/ops.json"
 benchmarks=$?
 echo "tests: exit $tests; benchmarks: exit $benchmarks; results in $out"
 exit $((tests || benchmarks))

@@ -15,19 +15,21 @@ LAYERS = (2, 4, 8, 16)
 
 ALL = tuple(ENTRIES)
 CORE = tuple(name for name, entry in ENTRIES.items() if entry.core)
-#: Without what another row stands for: further lengths of a form or an engine, and the slot without a mean.
+#: Left to ``--slow``, as another row stands for it: further lengths of a form or an engine, the slot without a mean,
+#: and plain torch that is not compiled.
 _STOOD_FOR = {
     *(f"P-Tuning v2 ({form}), {n} | {FUSED}" for form in ("prefix", "deep prompts") for n in (10, 50)),
     *(f"zero slot | {engine}" for engine in (TRANSFORMERS, FUSED)),
     f"P-Tuning v2 (deep prompts), 100 | {FUSED}",
     f"prompt tuning (PEFT), 100 | {TRANSFORMERS}",
+    "CaPT | plain torch, padded",
 }
 MOST = tuple(name for name in ALL if name not in _STOOD_FOR)
 #: For bases and texts beside the main one.
 FEW = tuple(name for name in CURVE if name not in (f"CaPT | {TRANSFORMERS}", f"CaPT | {FUSED_MIN}"))
 DECODES = tuple(name for name, entry in ENTRIES.items() if entry.decodes)
 #: Decoding takes longest; behind the prompt CaPT's is the base's own on either engine.
-DECODES_FEW = tuple(name for name in DECODES if name in FEW or name.startswith("LoRA"))
+DECODES_FEW = tuple(name for name in DECODES if name in FEW)
 
 Plan = dict[Setting, tuple[str, ...]]
 

@@ -7,6 +7,8 @@ CPU.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,16 @@ from .lengths import lengths
 BATCH, HEAD = 16, 64
 #: Shape -> heads, kv heads, causal, T5 bias.
 SHAPES = {"Llama (9/3 heads, causal)": (9, 3, True, False), "T5 (12 heads, relative bias)": (12, 12, False, True)}
-SLOW = ("boolq", "multirc", "full 129", "full 257", "full 513")
+DEFAULT, SLOW = pytest.mark.default_size, pytest.mark.slow_size
+#: Task -> the sizes it belongs to, as marks.
+TASKS = {"rte": (), "boolq": DEFAULT, "multirc": DEFAULT, "full 129": SLOW, "full 257": SLOW, "full 513": SLOW}
+#: One group's ways stand side by side. Compiling FlexAttention takes longest, and each length anew.
+RUNS = [
+    pytest.param(task, *run, how, marks=SLOW if how == "FlexAttention" and marks else marks)
+    for task, marks in TASKS.items()
+    for run in itertools.product(SHAPES, ("forward", "forward+backward"))
+    for how in ("packed", "padded SDPA", "FlexAttention")
+]
 
 
 class Case:
@@ -87,10 +98,7 @@ class Case:
         return lambda: compiled(q, k, v, score_mod=modify, block_mask=block_mask, scale=self.scale, enable_gqa=grouped)
 
 
-@pytest.mark.parametrize("how", ["packed", "padded SDPA", "FlexAttention"])
-@pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("task", ["rte", *(pytest.param(t, marks=pytest.mark.slow_size) for t in SLOW)])
+@pytest.mark.parametrize(("task", "shape", "direction", "how"), RUNS)
 def test_attention(benchmark, task, shape, direction, how, device):
     backward = direction != "forward"
     if how == "FlexAttention" and backward and device == "cpu":

@@ -20,7 +20,11 @@ import capt_kernels as ck
 from . import plain
 from .lengths import lengths
 
-WIDTHS = (576, 768, 2048, 4096)
+WIDTHS = [
+    576,
+    pytest.param(2048, marks=pytest.mark.default_size),
+    *(pytest.param(width, marks=pytest.mark.slow_size) for width in (768, 4096)),
+]
 EPS, HEAD = 1e-6, 64
 #: Device -> sequences, dtype, and launches between two looks at the clock (a GPU runs behind its host).
 SETTINGS = {"cpu": (16, torch.float32, 1), "cuda": (128, torch.bfloat16, 20)}
@@ -134,7 +138,7 @@ def mover(bytes_: float, like: Tensor) -> Callable[[], None]:
 
 @pytest.mark.parametrize("how", ["fused", "plain", "compiled", "move"])
 @pytest.mark.parametrize("direction", ["forward", "forward+backward"])
-@pytest.mark.parametrize("width", [pytest.param(w, marks=[] if w == 576 else pytest.mark.slow_size) for w in WIDTHS])
+@pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", OPS)
 def test_op(benchmark, name, width, direction, how, device):
     op, backward = OPS[name], direction != "forward"
