@@ -15,11 +15,11 @@ LAYERS = (2, 4, 8, 16)
 
 ALL = tuple(ENTRIES)
 CORE = tuple(name for name, entry in ENTRIES.items() if entry.core)
-#: Left to ``--slow``, as another row stands for it: further lengths of a form or an engine, the slot without a mean,
-#: and plain torch that is not compiled.
+#: Left to ``--slow``, as another row stands for it: further lengths of a form or an engine, the slot without a mean on
+#: the slower engine, and plain torch that is not compiled.
 _STOOD_FOR = {
     *(f"P-Tuning v2 ({form}), {n} | {FUSED}" for form in ("prefix", "deep prompts") for n in (10, 50)),
-    *(f"zero slot | {engine}" for engine in (TRANSFORMERS, FUSED)),
+    f"zero slot | {TRANSFORMERS}",
     f"P-Tuning v2 (deep prompts), 100 | {FUSED}",
     f"prompt tuning (PEFT), 100 | {TRANSFORMERS}",
     "CaPT | plain torch, padded",
