@@ -91,6 +91,17 @@ class AdapterSet(nn.Module):
             for p in self._adapter(other).trainable():
                 p.requires_grad_(other == name)
 
+    def delete_adapter(self, name: str) -> None:
+        """Removes an adapter that is not the active one.
+
+        Raises:
+            ValueError: there is no such adapter, or it is the active one.
+        """
+        self._adapter(name)
+        if name == self.active_adapter:
+            raise ValueError(f"adapter {name!r} is the active one: set_adapter another first")
+        del self.adapters[name]
+
     def _adapter(self, name: str) -> Any:
         if name not in self.adapters:
             raise ValueError(f"there is no adapter {name!r}; adapters: {', '.join(self.adapters)}")

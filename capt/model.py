@@ -56,15 +56,8 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
         saving.leave_base_out(self)
         self.add_adapter(adapter_name, config)
         # Last, so that a config that does not fit leaves the caller's base as it was.
-        self._thawed = [p for p in base.parameters() if p.requires_grad]
-        base.requires_grad_(False)
+        self._freeze(base)
         self.set_adapter(adapter_name)
-
-    def unload(self) -> PreTrainedModel:
-        """The base as it was given, with the parameters trainable that were."""
-        for p in self._thawed:
-            p.requires_grad_(True)
-        return self.base
 
     def merge_and_unload(self) -> NoReturn:
         """Impossible.

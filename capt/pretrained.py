@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from .frozen import FrozenBase
 
-class PretrainedInterface(nn.Module):
+
+class PretrainedInterface(FrozenBase):
     """The part of :class:`capt.CaptModel` that trainers talk to."""
-
-    base: Any
 
     @property
     def config(self) -> Any:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from .. import heads
 from ..backbones import backbones_of
 from ..config import CaptConfig
+from ..frozen import FrozenBase
 from .answers import Answer
 
 
-class BareClassifier(nn.Module):
+class BareClassifier(FrozenBase):
     """A base that classifies without a slot, by the same head and the same token as a capsule's classifier.
 
     Args:
@@ -26,9 +27,7 @@ class BareClassifier(nn.Module):
         super().__init__()
         self._backbone = backbones_of(base)[0]
         self._config = CaptConfig(task_type="SEQ_CLS", label_words=answer.words)
-        self._thawed = [p for p in base.parameters() if p.requires_grad]
-        base.requires_grad_(False)
-        self.base: Any = base
+        self._freeze(base)
         self.head = heads.make_head(base, self._backbone, "SEQ_CLS", self._config)
         if self.head is not None:
             self.head.to(base.device)
@@ -44,20 +43,13 @@ class BareClassifier(nn.Module):
         features = states[rows, attention_mask.sum(1) - 1] if causal else states[:, 0]
         return {"logits": heads.apply_head([self.head], None, features)}
 
-    def unload(self) -> None:
-        """The base as it was given."""
-        for p in self._thawed:
-            p.requires_grad_(True)
 
-
-class BareWriter(nn.Module):
+class BareWriter(FrozenBase):
     """An encoder-decoder as it is, frozen in place until :meth:`unload`."""
 
     def __init__(self, base: PreTrainedModel):
         super().__init__()
-        self._thawed = [p for p in base.parameters() if p.requires_grad]
-        base.requires_grad_(False)
-        self.base: Any = base
+        self._freeze(base)
 
     def forward(self, **inputs: Tensor) -> Any:
         """As the base."""
@@ -66,8 +58,3 @@ class BareWriter(nn.Module):
     def generate(self, **options: Any) -> Any:
         """As the base."""
         return self.base.generate(**options)
-
-    def unload(self) -> None:
-        """The base as it was given."""
-        for p in self._thawed:
-            p.requires_grad_(True)

@@ -69,8 +69,7 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
         self.keys, self.values = (nn.Parameter(torch.empty(shape).normal_(std=init_std)) for _ in range(2))
         self.head = heads.make_head(base, backbone, task, self._config)
         self.to(**place_of(base))
-        self._thawed = [p for p in base.parameters() if p.requires_grad]
-        self.base: Any = base.requires_grad_(False)
+        self._freeze(base)
 
     def forward(
         self,
@@ -120,12 +119,6 @@ class PrefixModel(RunnerOptions, PretrainedInterface):
     def slots(self) -> int:
         """Positions that the prefix takes from a text: P of BERT, whose positions are a table of so many; else none."""
         return self.keys.shape[1] if self._runner.reference.has_token_types else 0
-
-    def unload(self) -> PreTrainedModel:
-        """The base as it was given, with the parameters trainable that were."""
-        for p in self._thawed:
-            p.requires_grad_(True)
-        return self.base
 
 
 def _key_heads(config: Any) -> tuple[int, int]:

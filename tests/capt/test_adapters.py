@@ -142,6 +142,19 @@ def test_set_adapter_trains_that_one_only():
     assert [n for n, p in model.named_parameters() if p.requires_grad] == ["adapters.b.capsules.vectors"]
 
 
+def test_a_deleted_adapter_is_gone_and_its_name_free():
+    model = get_capt_model(make_base("llama"), CaptConfig())
+    model.add_adapter("b", CaptConfig(length=2))
+    with pytest.raises(ValueError, match="'default' is the active one"):
+        model.delete_adapter("default")
+    with pytest.raises(ValueError, match="no adapter 'x'; adapters: default, b"):
+        model.delete_adapter("x")
+    model.delete_adapter("b")
+    assert list(model.adapters) == ["default"]
+    assert list(model.state_dict()) == ["adapters.default.capsules.vectors"]
+    model.add_adapter("b", CaptConfig())
+
+
 def test_unloading_gives_the_base_back_and_merging_says_why_not():
     base = make_base("llama")
     base.lm_head.weight.requires_grad_(False)
