@@ -10,19 +10,15 @@ import argparse
 import csv
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from capt.markdown import table
 
 from . import charts, method_tables
 
 Benchmark = dict[str, Any]
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table whose columns but the first are aligned right."""
-    lines = [header, ["---"] + ["---:"] * (len(header) - 1), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def _milliseconds(benchmark: Benchmark) -> float:

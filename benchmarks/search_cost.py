@@ -19,10 +19,9 @@ import torch
 
 from capt.experiments import Bench, Cell, run_cell
 from capt.experiments.fit import better
+from capt.markdown import table
 from capt.staging import write_json
 from capt.training import TrainConfig
-
-from .report import table
 
 #: method of capt.experiments -> name, and its learning rate where none is given.
 METHODS = {"capt": ("CaPT", 1e-2), "p-tuning-v2": ("P-Tuning v2", 1e-2)}

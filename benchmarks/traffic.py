@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from triton.runtime.interpreter import InterpreterBuilder
 
+from capt.markdown import table
 from capt_kernels.capsule import triton as capsule
 
 
@@ -138,10 +139,8 @@ def main() -> None:
         "bf16, packed, pool_mask": ratios(2, 512, 2048, torch.bfloat16, packed=True),
     }
     print("Bytes moved over the least possible, B = 2, T = 512, D = 2048:\n")
-    print(f"| op | {' | '.join(columns)} |")
-    print("|---" * (len(columns) + 1) + "|")
-    for name in next(iter(columns.values())):
-        print(f"| {name} | {' | '.join(f'{column[name]:.3f}' for column in columns.values())} |")
+    names = next(iter(columns.values()))
+    print(table(["op", *columns], [[name, *(f"{column[name]:.3f}" for column in columns.values())] for name in names]))
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..markdown import table
 from ..staging import staged, write_json
 from ..training.report import versions
 from .attention import QUANTITIES, ROLES, Averages, Groups, OneText
@@ -163,18 +164,16 @@ def _write_heat_maps(folder: Path, models: Mapping[str, Measured], facts: dict[s
 
 
 def _summary(models: Mapping[str, Measured], facts: dict[str, Any]) -> str:
+    measured = {name: model.numbers() for name, model in models.items()}
+    rows = [[name, *(_shown(numbers.get(number)) for number in NUMBERS)] for name, numbers in measured.items()]
     lines = [
         f"# Attention of {facts['model']}",
         "",
         f"{facts['rows']} rows of {facts['source']}, template `{facts['template']}`. Shares of attention, mean ± "
         "standard error over rows, all heads and layers; in brackets, the share if a row saw all that it may alike.",
         "",
-        f"| model | {' | '.join(name.replace('_', ' ') for name in NUMBERS)} |",
-        f"|---|{'---|' * len(NUMBERS)}",
+        table(["model", *(name.replace("_", " ") for name in NUMBERS)], rows),
     ]
-    for name, model in models.items():
-        numbers = model.numbers()
-        lines.append(f"| {name} | {' | '.join(_shown(numbers.get(number)) for number in NUMBERS)} |")
     lines += ["", *(f"- {name.replace('_', ' ')}: {meaning}" for name, (_, meaning) in NUMBERS.items()), ""]
     return "\n".join(lines)
 

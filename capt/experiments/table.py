@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from ..markdown import table
 from .grids import Plan, Row
 from .published import BASES, SCORES, TRAINED
 
@@ -49,12 +50,12 @@ def markdown(plan: Plan, entries: Entries) -> str:
         rows.append(_measured(plan, row, entries))
         if plan.table is not None and base is not None:
             rows.append(_published(plan, row, base))
-    lines += _lines(header, rows)
+    lines.append(table(header, rows))
     if plan.table is not None and entries and base is None:
         lines += ["", f"Numbers were published for {', '.join(BASES.values())}, not for a base of this size."]
     lines += ["", "Chosen on validation:", ""]
     chosen = [[row.label, *(_setting(entries.get((row.label, task))) for task in plan.tasks)] for row in plan.rows]
-    lines += _lines(["method", *plan.tasks], chosen)
+    lines.append(table(["method", *plan.tasks], chosen))
     return "\n".join([*lines, ""])
 
 
@@ -114,8 +115,3 @@ def _setting(entry: Entry | None) -> str:
 def _base(entries: Entries) -> str | None:
     run = next((entry.all[0] for entry in entries.values()), None)
     return None if run is None else BASES.get(tuple(run["base"]))
-
-
-def _lines(header: list[str], rows: list[list[str]]) -> list[str]:
-    rule = ["---", *["---:"] * (len(header) - 1)]
-    return [f"| {' | '.join(cells)} |" for cells in (header, rule, *rows)]
