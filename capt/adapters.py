@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,17 @@ class AdapterSet(nn.Module):
         for other in self.adapters:
             for p in self._adapter(other).trainable():
                 p.requires_grad_(other == name)
+
+    def train(self, mode: bool = True) -> AdapterSet:
+        """As torch has it. Warns where nothing would train, of which a backward pass later says less."""
+        own = self._adapter(self.active_adapter).trainable()
+        if mode and own and not any(p.requires_grad for p in own):
+            warnings.warn(
+                f"adapter {self.active_adapter!r} is frozen: load it with is_trainable=True, or call "
+                f"set_adapter({self.active_adapter!r}), to train it",
+                stacklevel=2,
+            )
+        return super().train(mode)
 
     def delete_adapter(self, name: str) -> None:
         """Removes an adapter that is not the active one.

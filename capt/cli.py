@@ -8,18 +8,19 @@ import functools
 import json
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from accelerate import PartialState
-from transformers import HfArgumentParser
 from transformers.utils import logging as transformers_logging
 
 from .analysis import command as analysis
+from .arguments import make_parser
 from .experiments import command as experiments
 from .staging import write_json
-from .tasks import SPLITS, Example, groups_of, read_examples
+from .tasks import Example, groups_of, read_examples
 from .tasks.task import example
 from .training import Run, TrainConfig, prepare
 from .training.config import as_flags, read_config_file
@@ -40,62 +41,15 @@ def _checking() -> Iterator[None]:
         raise _Refused(str(error)) from error
 
 
-class _Parser(HfArgumentParser):
-    """An argument parser that says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-
-def _parser() -> _Parser:
-    parser = _Parser(
-        prog="capt", description="Capsule prompt-tuning: one trained vector a layer of a frozen language model."
-    )
-    commands = parser.add_subparsers(dest="command", required=True, parser_class=_Parser)
-
-    training = commands.add_parser("train", help="train an adapter", dataclass_types=TrainConfig, allow_abbrev=False)
-    training.add_argument("--config", type=Path, help="YAML or JSON file of the fields below; flags win over it")
-    training.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in output_dir")
-    training.add_argument("--overwrite", action="store_true", help="clear away an earlier run in output_dir")
-
-    evaluation = commands.add_parser("evaluate", help="measure a trained run", allow_abbrev=False)
-    evaluation.add_argument("run", type=Path, help="output_dir of a finished training run")
-    evaluation.add_argument("--split", choices=SPLITS, help="all of its rows [test]")
-    evaluation.add_argument("--file", type=Path, help="labelled CSV, TSV or JSON Lines in place of the task's split")
-    evaluation.add_argument("--label-column", help="column of the label in --file [as in training]")
-    evaluation.add_argument("--output", type=Path, help="JSON file to write the metrics to as well")
-    _add_reading(evaluation)
-
-    prediction = commands.add_parser("predict", help="label texts", allow_abbrev=False)
-    prediction.add_argument("run", type=Path, help="output_dir of a finished training run")
-    source = prediction.add_mutually_exclusive_group()
-    source.add_argument("--text", action="append", help="a text to label; may be repeated")
-    source.add_argument("--file", type=Path, help="CSV, TSV or JSON Lines, or any other file with one text a line")
-    prediction.add_argument(
-        "--format", choices=("tsv", "jsonl"), default="tsv", help="label and probability, or all of them"
-    )
-    _add_reading(prediction)
-
-    demo = commands.add_parser("demo", help="train on a real model and real text within minutes", allow_abbrev=False)
-    demo.add_argument("--output-dir", type=Path, default=Path("runs/demo"), help="folder for results.json")
-    demo.add_argument("--seed", type=int, default=0)
-    demo.add_argument(
-        "--quick", action="store_true", help="a few steps on a few rows: tells that it works, not how well"
-    )
-
-    reproduction = commands.add_parser("reproduce", help="run the paper's experiments", allow_abbrev=False)
-    experiments.add_arguments(reproduction)
-
-    attention = commands.add_parser("attention", help="measure what a model attends to", allow_abbrev=False)
-    analysis.add_arguments(attention)
-
-    commands.add_parser("backends", help="which backends this machine has")
-    return parser
-
-
-def _add_reading(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--text-column", help="column of the text in --file, for a task of one text [as in training]")
-    parser.add_argument("--batch-size", type=int, help="rows a forward pass [as in training]")
+@contextlib.contextmanager
+def _plain_warnings(command: str) -> Iterator[None]:
+    """Inside, a warning is a line of its own, without the place in our source that gave it."""
+    before = warnings.formatwarning
+    warnings.formatwarning = lambda message, *_: f"capt {command}: warning: {' '.join(str(message).split())}\n"
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -103,14 +57,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
-    parser, given = _parser(), argparse.Namespace(command="")
+    parser, given = make_parser(), argparse.Namespace(command="")
     try:
         given = parser.parse_args(arguments)
         if given.command == "train" and given.config is not None:
             with _checking():
                 flags = as_flags(read_config_file(given.config))
             given = parser.parse_args(["train", *flags, *arguments[1:]])  # in this order, so that flags win
-        return _COMMANDS[given.command](given)
+        with _plain_warnings(given.command):
+            return _COMMANDS[given.command](given)
     except BrokenPipeError:  # the reader of our output left, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -212,6 +167,8 @@ def _texts(given: argparse.Namespace, run: Run) -> tuple[list[Example], str]:
     elif given.text is not None:
         lines, source = given.text, "--text"
     else:
+        if sys.stdin.isatty():
+            print("capt predict: a text a line, then Ctrl-D (or give --text or --file)", file=sys.stderr)
         lines, source = _lines(sys.stdin.read, "stdin"), "stdin"
     examples = [
         example({run.prompt.fields[0]: line}, None, f"{source}, line {n}") for n, line in enumerate(lines, start=1)

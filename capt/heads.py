@@ -146,7 +146,7 @@ def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
     """Cross-entropy over classes.
 
     Raises:
-        ValueError: labels that are not one class id a row.
+        ValueError: labels that are not one class id a row (-100: none).
     """
     loss = None
     if labels is not None:
@@ -155,6 +155,10 @@ def classify(logits: Tensor, labels: Tensor | None) -> SequenceClassifierOutput:
                 f"labels of SEQ_CLS must be one class id a row, shape ({logits.shape[0]},), "
                 f"got {labels.dtype} {tuple(labels.shape)}"
             )
+        if labels.device.type == "cpu" and not torch.compiler.is_compiling():  # a look at a GPU's would stall it
+            outside = labels[(labels != -100) & ((labels < 0) | (labels >= logits.shape[1]))]
+            if len(outside):
+                raise ValueError(f"labels of SEQ_CLS must be 0 to {logits.shape[1] - 1}, got {outside[0].item()}")
         loss = cross_entropy(_wide(logits), labels)
     return SequenceClassifierOutput(loss=loss, logits=logits)
 

@@ -193,6 +193,10 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
     ) -> CaptModel:
         """``base`` with an adapter from a folder, or from a model hub by its id.
 
+        Args:
+            is_trainable: whether the adapter is to train on. Else it is frozen, and the model with its base in eval
+                mode, as in PEFT.
+
         Raises:
             ValueError: a file that is missing, corrupt, incomplete or made for another base; it names both sides.
         """
@@ -205,6 +209,7 @@ class CaptModel(AdapterSet, RunnerOptions, PretrainedInterface):
             raise
         if not is_trainable:
             model._adapter(adapter_name).requires_grad_(False)
+            model.eval()
         return model
 
 

@@ -7,11 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from .backbones import HookedBackbone
 from .frozen import FrozenBase
+from .runner import Runner
 
 
 class PretrainedInterface(FrozenBase):
     """The part of :class:`capt.CaptModel` that trainers talk to."""
+
+    _runner: Runner
 
     @property
     def config(self) -> Any:
@@ -51,7 +55,12 @@ class PretrainedInterface(FrozenBase):
             activation_checkpointing_kwargs: of ``torch.utils.checkpoint.checkpoint``; ``use_reentrant`` is False unless
                 given.
             options: ``every_n_layers`` and ``offload``, where the installed transformers knows them.
+
+        Raises:
+            NotImplementedError: a decoder that runs by hooks.
         """
+        if isinstance(self._runner.reference, HookedBackbone):
+            self._runner.reference.refuse_checkpointing()
         newer = getattr(self.base, "activation_checkpointing_enable", None)
         (newer or self.base.gradient_checkpointing_enable)(activation_checkpointing_kwargs, **options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,8 @@ class HookedBackbone:
         decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
         if not decoder or self.config.is_encoder_decoder or not isinstance(blocks, nn.ModuleList):
             raise NotImplementedError(
-                f"bases of model_type {kind!r} are not supported: it is no causal decoder with a list of layers"
+                f"bases of model_type {kind!r} are not supported: no backbone is written for them, and "
+                f"{type(self.stack).__name__} is no causal decoder with its layers in .layers or .h, which needs none"
             )
         self.blocks = blocks
         self.num_layers = len(blocks)
@@ -84,6 +85,12 @@ class HookedBackbone:
                 f"got positions {config.positions!r}"
             )
 
+    def refuse_checkpointing(self) -> NoReturn:
+        """Raises NotImplementedError: hooks are gone when backward runs a layer again."""
+        raise NotImplementedError(
+            f"gradient checkpointing would run the layers of a {self.config.model_type!r} again without their slots"
+        )
+
     def run(
         self, given: Tensor, layout: Layout, write: dict[int, Callable[[Tensor, Layout], Tensor]], slots: int, lead: int
     ) -> tuple[Tensor, Layout]:
@@ -101,9 +108,7 @@ class HookedBackbone:
             NotImplementedError: gradient checkpointing is on.
         """
         if self.stack.training and any(getattr(m, "gradient_checkpointing", False) for m in self.stack.modules()):
-            raise NotImplementedError(
-                f"gradient checkpointing would run the layers of a {self.config.model_type!r} again without their slots"
-            )
+            self.refuse_checkpointing()
         rows = self.stack.get_input_embeddings()(given) if given.dim() == 1 else given
         grown = layout.grown(slots, lead)
         rows = rows.new_zeros(len(rows) + grown.slot_rows.numel(), self.width).index_copy(0, grown.token_rows, rows)

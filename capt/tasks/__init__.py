@@ -65,7 +65,8 @@ def load_task(
     given = {option: value for option, value in options.items() if value is not None}
     for option in given:
         if option not in taken:
-            raise ValueError(f"task {name!r} takes no {option}, got {given[option]!r}")
+            hint = "; task 'file' does" if option in inspect.signature(TASKS["file"]).parameters else ""
+            raise ValueError(f"task {name!r} takes no {option}, got {given[option]!r}{hint}")
     for option, parameter in taken.items():
         if parameter.default is inspect.Parameter.empty and option not in given:
             raise ValueError(f"task {name!r} needs {option}")

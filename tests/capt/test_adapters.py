@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from transformers import (
     LlamaModel,
 )
 
-from capt import CaptConfig, get_capt_model
+from capt import CaptConfig, CaptModel, get_capt_model
 from capt.capsules import Capsules
 
 from .naive import SMALL, batch_of, make_base, randomise
@@ -142,6 +143,24 @@ def test_set_adapter_trains_that_one_only():
     assert [n for n, p in model.named_parameters() if p.requires_grad] == ["adapters.b.capsules.vectors"]
 
 
+def test_a_loaded_adapter_does_not_train_unless_asked(tmp_path):
+    """Nor does dropout act, even where the base was in training mode."""
+    base = make_base("bert")
+    base.train()
+    get_capt_model(base, CaptConfig()).save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert CaptModel.from_pretrained(base, tmp_path, is_trainable=True).train().training
+        model = CaptModel.from_pretrained(base, tmp_path)
+    assert not any(module.training for module in model.modules())
+    with pytest.warns(UserWarning, match="adapter 'default' is frozen: load it with is_trainable=True"):
+        model.train()
+    model.set_adapter("default")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.train()
+
+
 def test_a_deleted_adapter_is_gone_and_its_name_free():
     model = get_capt_model(make_base("llama"), CaptConfig())
     model.add_adapter("b", CaptConfig(length=2))
@@ -177,7 +196,7 @@ def test_unloading_gives_the_base_back_and_merging_says_why_not():
 
 def test_bases_that_do_not_fit():
     electra = ElectraModel(ElectraConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    with pytest.raises(NotImplementedError, match="model_type 'electra' are not supported: it is no causal decoder"):
+    with pytest.raises(NotImplementedError, match=r"'electra' are not supported: .* ElectraModel is no causal decoder"):
         get_capt_model(electra, CaptConfig())
     with pytest.raises(ValueError, match="PreTrainedModel, got Linear"):
         get_capt_model(torch.nn.Linear(2, 2), CaptConfig())
@@ -221,6 +240,10 @@ def test_inputs_that_do_not_fit():
         model(input_ids=ids, decoder_input_ids=ids)
     with pytest.raises(ValueError, match=r"one class id a row, shape \(2,\), got"):
         classifier()(input_ids=ids, labels=torch.zeros(2, 3, dtype=torch.long))
+    for outside in (3, -1):
+        with pytest.raises(ValueError, match=f"labels of SEQ_CLS must be 0 to 2, got {outside}"):
+            classifier()(input_ids=ids, labels=torch.tensor([0, outside]))
+    assert classifier()(input_ids=ids, labels=torch.tensor([0, -100])).loss.isfinite()
     with pytest.raises(TypeError, match="output_attentions"):
         model(input_ids=ids, output_attentions=True)
     with pytest.raises(ValueError, match="backend must be one of auto, reference, fused, got 'x'"):

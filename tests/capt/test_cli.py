@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,26 @@ def test_predict_reads_texts_a_file_and_stdin(run, tmp_path, capsys, monkeypatch
     assert row["probability"] == max(row["probabilities"].values()) == pytest.approx(float(lines[0][1]), abs=1e-4)
 
 
+def test_help_names_each_option_once(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    told = capsys.readouterr().out
+    assert told.count("--max-steps ") == 1
+    assert told.count("--first-mean ") == 1
+    assert not any(wrong in told for wrong in ("max_steps", "--no-", "default: None"))
+
+
+def test_a_warning_is_one_line(sources, tmp_path, monkeypatch):
+    shown = []
+    monkeypatch.setattr(warnings, "showwarning", lambda *given: shown.append(warnings.formatwarning(*given[:4])))
+    asks_nothing = ["--template", "{text}", *FAST]
+    assert main(["train", *base_flags(sources), "--output-dir", str(tmp_path / "run"), *asks_nothing]) == 0
+    (warned,) = (text for text in shown if "asks nothing" in text)
+    assert warned.startswith("capt train: warning: label words are read behind the template")
+    assert warned.count("\n") == 1
+    assert "cli.py" in warnings.formatwarning("elsewhere", UserWarning, "cli.py", 1)
+
+
 def test_backends_are_listed(capsys):
     assert main(["backends"]) == 0
     assert "reference\tyes\t" in capsys.readouterr().out
@@ -118,13 +139,13 @@ def test_backends_are_listed(capsys):
     ("flags", "message"),
     [
         (["--task", "imdb"], "unknown task 'imdb'; there are trec"),
-        (["--task", "trec"], "task 'trec' takes no train_file"),
+        (["--task", "trec"], "task 'trec' takes no train_file, got "),
         (["--train-file", "nowhere.csv"], "nowhere.csv: there is no such file"),
         (["--text-column", "body"], "there is no column 'body'; there are 'text', 'label'"),
         (["--batch-size", "0"], "batch_size must be at least 1, got 0"),
         (["--batch-size", "many"], "invalid int value: 'many'"),
         (["--optimizer", "sgd"], "invalid choice: 'sgd'"),
-        (["--lerning-rate", "1"], "unrecognized arguments: --lerning-rate"),
+        (["--lerning-rate", "1"], "unrecognized arguments: --lerning-rate 1; did you mean --learning-rate?"),
         (["--variant", "sum"], "variant must be one of"),
         (["--depth", "0,7"], "does not fit a base with 2 layers"),
         (["--label-words", " fine great", " bad"], "label word ' fine great' must be a single token"),

@@ -151,7 +151,9 @@ def test_what_is_refused():
         wrapped("phi3", positions="keep")
     with pytest.raises(NotImplementedError, match="P-Tuning v2 is not written for bases of model_type 'phi3'"):
         PrefixModel(model.base)
-    model.train().gradient_checkpointing_enable()
+    with pytest.raises(NotImplementedError, match="'phi3' again without their slots"):
+        model.gradient_checkpointing_enable()
+    model.train().base.gradient_checkpointing_enable()
     model.backend = "reference"
     with pytest.raises(NotImplementedError, match="'phi3' again without their slots"):
         model(input_ids=ids)
