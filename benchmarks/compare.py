@@ -5,6 +5,7 @@ A method is timed after it was seen to be one (:func:`failure`); one that is not
 
 from __future__ import annotations
 
+import functools
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -82,7 +83,10 @@ def compare(setting: Setting, names: Iterable[str], rounds: Rounds, device: str 
             method = ENTRIES[name].build(shell(base))
             row.reason = failure(name, method, base, batch, references, setting)
             if row.reason is None:
-                calls[name] = _call(setting, method, batch, row.info)
+                call, out = _call(setting, method, batch, row.info)
+                row.reason = None if out is None else _odd(name, out, batch, "the batch", references)
+                if row.reason is None:
+                    calls[name] = call
         except Exception as error:  # whatever a peer raises is its result; the bare base has to run
             if name == BARE:
                 raise
@@ -115,7 +119,7 @@ def failure(
 
     It has to change the bare base's output and to train all that it says it trains, on the shortest text alone and
     padded beside the longest; to run on the base's own weights and attention; and to give on this engine what it gives
-    on another.
+    on another. :func:`compare` holds what it makes of the whole batch to the same.
 
     Args:
         references: outputs of the methods before this one, by text and method; its own are added.
@@ -138,25 +142,33 @@ def failure(
         parts["two texts"] = {name: tensor[[shortest, longest]] for name, tensor in batch.items()}
     for where, part in parts.items():
         whole = method.forward(part)
-        loss, out = loss_of(whole), whole.detach()
-        if out.dim() == 3:
-            out = out[part["attention_mask"].bool()]
-        if not out.isfinite().all():
-            return f"is not finite on {where}"
-        own = ENTRIES[name].method
-        if own != ENTRIES[BARE].method:
-            bare = references[f"{where} | {ENTRIES[BARE].method}"]
-            if out.shape == bare.shape and torch.allclose(out, bare, rtol=1e-4, atol=1e-5):
-                return "leaves the base's output as it is" + ("" if loss.requires_grad else ", and has no gradient")
-        same = references.setdefault(f"{where} | {own}", out)
-        if _distance(out, same) > (0.05 if out.dtype == torch.bfloat16 else 1e-3):
-            return f"differs on {where} from the same method on another engine"
+        loss = loss_of(whole)
+        odd = _odd(name, whole.detach(), part, where, references)
+        if odd is not None:
+            return odd + ("" if loss.requires_grad else ", and has no gradient")
         if not loss.requires_grad:
             return f"has no gradient on {where}"
         grads = torch.autograd.grad(loss, method.trained, allow_unused=True)
         still = sum(grad is None or not grad.any() for grad in grads)
         if still:
             return f"{still} of the {len(grads)} tensors that it trains have no gradient on {where}"
+    return None
+
+
+def _odd(name: str, out: Tensor, batch: Batch, where: str, references: dict[str, Tensor]) -> str | None:
+    """What is wrong with ``out``, what method ``name`` makes of ``batch``, or None."""
+    if out.dim() == 3:
+        out = out[batch["attention_mask"].bool()]
+    if not out.isfinite().all():
+        return f"is not finite on {where}"
+    own, base = ENTRIES[name].method, ENTRIES[BARE].method
+    if own != base:
+        bare = references[f"{where} | {base}"]
+        if out.shape == bare.shape and torch.allclose(out, bare, rtol=1e-4, atol=1e-5):
+            return "leaves the base's output as it is"
+    same = references.setdefault(f"{where} | {own}", out)
+    if _distance(out, same) > (0.05 if out.dtype == torch.bfloat16 else 1e-3):
+        return f"differs on {where} from the same method on another engine"
     return None
 
 
@@ -189,31 +201,41 @@ def _greedy(new: int) -> dict[str, Any]:
     return {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
 
-def _call(setting: Setting, method: Method, batch: Batch, info: dict[str, Any]) -> Callable[[], object]:
-    """What is timed; its memory goes into ``info``, which warms it up. The first step makes the optimizer's state."""
+def _call(
+    setting: Setting, method: Method, batch: Batch, info: dict[str, Any]
+) -> tuple[Callable[[], object], Tensor | None]:
+    """What is timed, and what it makes of the batch (decoding: None).
+
+    Its memory goes into ``info``, and measuring that warms it up. The first step makes the optimizer's state.
+    """
     info["trained"] = sum(p.numel() for p in method.trained)
     info["trained_bytes"] = sum(p.nbytes for p in method.trained)
     if setting.work == "decode":
-        return lambda: method.generate(**batch, **_greedy(setting.new_tokens))
+        return lambda: method.generate(**batch, **_greedy(setting.new_tokens)), None
     if setting.work == "prefill":
+        forward = torch.no_grad()(functools.partial(method.forward, batch))
+        info["peak_bytes"] = peak_bytes(forward)
+        return forward, forward()
+    # A step costs the same at any rate; at 0 the method stays the one that is checked.
+    optimizer = torch.optim.AdamW(method.trained, lr=0.0)
 
-        @torch.no_grad()
-        def call() -> None:
-            method.forward(batch)
-    else:
-        optimizer = torch.optim.AdamW(method.trained, lr=1e-4)
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=True)
+        method.loss(batch).backward()
+        optimizer.step()
 
-        def call() -> None:
-            optimizer.zero_grad(set_to_none=True)
-            method.loss(batch).backward()
-            optimizer.step()
+    info["peak_bytes"] = peak_bytes(step)
+    state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
+    info["optimizer_bytes"] = sum(t.nbytes for t in state)
+    made: list[Tensor] = []
 
-    info["peak_bytes"] = peak_bytes(call)
-    if setting.work == "train":
-        state = [t for each in optimizer.state.values() for t in each.values() if isinstance(t, Tensor)]
-        info["optimizer_bytes"] = sum(t.nbytes for t in state)
-        info["bytes_kept"] = bytes_kept(method.module, lambda: method.loss(batch))
-    return call
+    def loss() -> Tensor:
+        out = method.forward(batch)
+        made.append(out.detach())
+        return loss_of(out)
+
+    info["bytes_kept"] = bytes_kept(method.module, loss)
+    return step, made[0]
 
 
 def _products(setting: Setting, base: PreTrainedModel, tokens: int) -> Callable[[], None]:

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -92,7 +92,7 @@ class AdapterSet(nn.Module):
             for p in self._adapter(other).trainable():
                 p.requires_grad_(other == name)
 
-    def train(self, mode: bool = True) -> AdapterSet:
+    def train(self, mode: bool = True) -> Self:
         """As torch has it. Warns where nothing would train, of which a backward pass later says less."""
         own = self._adapter(self.active_adapter).trainable()
         if mode and own and not any(p.requires_grad for p in own):

@@ -101,6 +101,24 @@ def test_what_is_no_method_is_not_timed(base, batch, break_it, reason, monkeypat
     assert row.reason.startswith(reason) or (reason == "raises" and "Error: " in row.reason)
 
 
+def test_the_whole_batch_is_compared_as_well(monkeypatch):
+    """What the engines agree on for two texts they may still make otherwise of sixteen."""
+    entry = ENTRIES["CaPT | fused"]
+
+    def build(shell) -> Method:
+        method = entry.build(shell)
+        forward = method.forward
+        method.forward = lambda batch: forward(batch) * (1 + 0.1 * (len(batch["input_ids"]) > 2))
+        return method
+
+    monkeypatch.setitem(ENTRIES, "CaPT | fused", entry._replace(build=build))
+    for work in ("train", "prefill"):
+        setting = Setting("llama-10x576", "rte", 3, work, 2)
+        row = compare(setting, ["CaPT | transformers", "CaPT | fused"], ONCE)["CaPT | fused"]
+        assert row.reason == "differs on the batch from the same method on another engine"
+        assert not row.samples
+
+
 def test_a_method_runs_on_the_base_s_own_weights(base, batch):
     method = ENTRIES["CaPT | fused"].build(headless(make_base("llama-10x576", 2)))
     assert failure("CaPT | fused", method, base, batch, {}, SETTING) == "does not run on the base's own weights"
